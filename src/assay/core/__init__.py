@@ -1,0 +1,1 @@
+"""What every method stands on: reading models, finding their parts, streaming statistics, typed results."""

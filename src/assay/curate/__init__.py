@@ -1,0 +1,5 @@
+"""Cluster, select, adapt and federate data."""
+
+from assay.core.catalogue import lazy_family
+
+__getattr__, __dir__, __all__ = lazy_family(__name__)

@@ -1,0 +1,5 @@
+"""See inside a trained network."""
+
+from assay.core.catalogue import lazy_family
+
+__getattr__, __dir__, __all__ = lazy_family(__name__)

@@ -1,0 +1,5 @@
+"""New models, layers and learning rules."""
+
+from assay.core.catalogue import lazy_family
+
+__getattr__, __dir__, __all__ = lazy_family(__name__)

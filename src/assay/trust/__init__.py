@@ -1,0 +1,5 @@
+"""Know when to believe an output, a judge, a risk."""
+
+from assay.core.catalogue import lazy_family
+
+__getattr__, __dir__, __all__ = lazy_family(__name__)
