@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from dataclasses import replace
 from types import ModuleType
 
 from assay.core.errors import InputError
+from assay.core.subject import Subject
+from assay.core.subject import recognise as recognise_path
 
 PREFIX = "builtin:"
 
 
 def names() -> list[str]:
     """The names of the built-in subjects, without the prefix."""
-    return sorted(
-        m.name.replace("_", "-") for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_")
-    )
+    return sorted(m.name.replace("_", "-") for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_"))
 
 
 def builtin(name: str) -> ModuleType:
@@ -33,3 +34,17 @@ def builtin(name: str) -> ModuleType:
         known = ", ".join(PREFIX + n for n in names())
         raise InputError(f"no built-in subject is called {bare!r}: there are {known}")
     return importlib.import_module(f"{__name__}.{bare.replace('-', '_')}")
+
+
+def recognise(source: str) -> Subject:
+    """Tell what a path or a built-in name holds; see `assay.core.subject.recognise`.
+
+    Raises:
+        InputError: there is nothing there, or nothing that any method takes.
+    """
+    if not source.startswith(PREFIX):
+        return recognise_path(source)
+    module = builtin(source)
+    if module.KIND == "checkpoint":
+        return replace(recognise_path(module.load()), source=source)
+    return Subject(source, module.KIND, module.ABOUT)

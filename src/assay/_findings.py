@@ -1,0 +1,239 @@
+"""From measurements to three to six findings in plain words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from assay.core.stats import Interval, mean_interval
+
+if TYPE_CHECKING:
+    from assay.core.health import WeightHealth
+    from assay.core.loss import LossResult
+    from assay.examine import FourBits, HeadMap, ModelFacts
+    from assay.lens import NerveResult, RopeHeadsResult, StabilityCurve
+
+MAX_FINDINGS = 6
+_ORDER = {"warning": 0, "note": 1, "good": 2}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing worth knowing, in plain words.
+
+    Attributes:
+        key: a stable name.
+        level: "warning" (act), "note" (know), "good" (rest easy).
+        sentence: what was found.
+        number, unit: the figure in it.
+        low, high: its 95 % interval, None where it was counted and not estimated.
+        uncertainty: what the interval rests on, or that there is none.
+        command: what to run next.
+        section: where in the report the evidence stands.
+    """
+
+    key: str
+    level: Literal["warning", "note", "good"]
+    sentence: str
+    number: float
+    unit: str
+    low: float | None
+    high: float | None
+    uncertainty: str
+    command: str
+    section: str
+
+
+def find(
+    name: str,
+    model: ModelFacts,
+    health: WeightHealth | None,
+    loss: LossResult | None,
+    heads: HeadMap | None,
+    rope: RopeHeadsResult | None,
+    nerve: NerveResult | None,
+    stability: StabilityCurve | None,
+    four_bits: FourBits | None,
+) -> tuple[Finding, ...]:
+    """The findings, warnings first; at most `MAX_FINDINGS`."""
+    found: list[Finding] = []
+    if health is not None:
+        found += _of_health(name, health)
+    if four_bits is not None:
+        found += _of_four_bits(name, four_bits)
+    if heads is not None:
+        found += _of_heads(name, heads)
+    if rope is not None:
+        found += _of_rope(name, rope)
+    if nerve is not None:
+        found += _of_nerve(name, nerve)
+    if stability is not None:
+        found += _of_stability(name, stability)
+    if loss is not None:
+        found += _of_loss(name, loss)
+    found.sort(key=lambda f: _ORDER[f.level])
+    return tuple(found[:MAX_FINDINGS])
+
+
+def _finding(
+    key: str,
+    level: Literal["warning", "note", "good"],
+    sentence: str,
+    number: float,
+    unit: str,
+    command: str,
+    section: str,
+    interval: Interval | None = None,
+    uncertainty: str = "counted, not estimated",
+) -> Finding:
+    low, high = (interval.low, interval.high) if interval and math.isfinite(interval.low) else (None, None)
+    if interval and low is None:
+        uncertainty = f"{uncertainty}; one unit only, so no interval"
+    return Finding(key, level, sentence, number, unit, low, high, uncertainty, command, section)
+
+
+def _of_health(name: str, health: WeightHealth) -> Iterator[Finding]:
+    command = f"assay examine {name} --only health"
+    if health.not_finite:
+        worst = health.suspicious()[0].name
+        yield _finding(
+            "not-finite", "warning",
+            f"{health.not_finite:,} weights are NaN or infinite (first in {worst}), so the model cannot be used as it is.",
+            health.not_finite, "weights", command, "health",
+        )  # fmt: skip
+    dead = len(health.dead_units) + len(health.dead_heads)
+    if dead:
+        places = [f"unit {u} of layer {layer}" for layer, u in health.dead_units[:2]]
+        places += [f"head {h} of layer {layer}" for layer, h in health.dead_heads[:2]]
+        yield _finding(
+            "dead-parts", "warning",
+            f"{len(health.dead_units)} feed-forward units and {len(health.dead_heads)} attention heads have weights of "
+            f"zero and can pass nothing on ({', '.join(places)}{', …' if dead > len(places) else ''}).",
+            dead, "parts", command, "health",
+        )  # fmt: skip
+    twice = sum(t.duplicate_rows for t in health.tensors)
+    if twice:
+        where = max(health.tensors, key=lambda t: t.duplicate_rows).name
+        yield _finding(
+            "duplicate-rows", "note",
+            f"{twice:,} weight rows equal an earlier one (most in {where}): in an embedding, tokens that were never trained "
+            "apart.",
+            twice, "rows", command, "health",
+        )  # fmt: skip
+
+
+def _of_four_bits(name: str, four: FourBits) -> Iterator[Finding]:
+    measured = [s for s in four.schemes if s.drift is not None]
+    if not measured:
+        return
+    best = min(measured, key=lambda s: s.drift.kl.mean if s.drift else math.inf)
+    assert best.drift is not None
+    change = best.drift.loss_change
+    others = ", ".join(f"{s.scheme} {s.drift.kl.mean:.3f}" for s in measured if s is not best and s.drift is not None)
+    yield _finding(
+        "four-bits", "note" if best.drift.kl.mean > 0.05 else "good",
+        f"Of the 4-bit schemes tried, {best.scheme} moves predictions least: a KL of {best.drift.kl.mean:.3f} nats a token "
+        f"at {best.bits_per_weight:.2f} bits a weight (others: {others or 'none'}). The loss changes by "
+        f"{change.mean:+.3f} nats a token.",
+        change.mean, "nats/token", f"assay try bof4 --on {name}", "four-bits", change,
+        f"95 % interval of the loss change over {change.n} windows of text",
+    )  # fmt: skip
+
+
+def _of_heads(name: str, heads: HeadMap) -> Iterator[Finding]:
+    command = f"assay try inactive-heads --on {name}"
+    total = heads.score.numel()
+    if heads.tolerated is not None:
+        r = heads.tolerated
+        count = round(r.zeroed * total)
+        yield _finding(
+            "inactive-heads", "note",
+            f"About {count} of {total} attention heads ({r.zeroed:.0%}) can be zeroed, chosen anew for each text, for a loss "
+            f"change of {r.change.mean:+.4f} nats a token.",
+            r.change.mean, "nats/token", command, "heads", r.change,
+            f"95 % interval over {r.change.n} windows of text",
+        )  # fmt: skip
+    elif heads.removals:
+        r = heads.removals[0]
+        yield _finding(
+            "no-inactive-heads", "good",
+            f"No attention heads are dead weight: zeroing the {r.zeroed:.0%} that do least changes the loss by "
+            f"{r.change.mean:+.3f} nats a token.",
+            r.change.mean, "nats/token", command, "heads", r.change,
+            f"95 % interval over {r.change.n} windows of text",
+        )  # fmt: skip
+
+
+def _of_rope(name: str, rope: RopeHeadsResult) -> Iterator[Finding]:
+    labels = [label for row in rope.label for label in row]
+    n = {kind: labels.count(kind) for kind in ("positional", "symbolic", "mixed", "diffuse")}
+    gap = (rope.pos - rope.sym).flatten().numpy()
+    gap = gap[np.isfinite(gap)]
+    if not len(gap):
+        return
+    interval = mean_interval(gap)
+    yield _finding(
+        "rope-heads", "note",
+        f"{n['positional']} of {len(labels)} attention heads go by position and {n['symbolic']} by content; "
+        f"{n['mixed']} mix the two and {n['diffuse']} attend to nothing in particular. The positional score is higher "
+        f"by {interval.mean:+.2f} on average.",
+        interval.mean, "", f"assay try rope-heads --on {name}", "heads", interval,
+        f"95 % interval of the mean difference over {interval.n} heads, {rope.n_prompts} texts each",
+    )  # fmt: skip
+
+
+def _of_nerve(name: str, nerve: NerveResult) -> Iterator[Finding]:
+    gain = nerve.pr_gain.double().numpy()
+    interval = mean_interval(np.log(gain))
+    low, high, middle = (
+        math.exp(v) if math.isfinite(v) else math.nan for v in (interval.low, interval.high, interval.mean)
+    )
+    worst = int(nerve.post.pr.argmin())
+    limited = " There were fewer tokens than hidden units, so both counts are too low." if nerve.rank_limited else ""
+    falls = int((nerve.pr_gain < 1).sum())
+    verb = "spreads" if middle > 1 else "concentrates"
+    yield _finding(
+        "spectra", "note",
+        f"The nonlinearity {verb} activations over {middle:.1f} times as many directions (geometric mean over layers; it "
+        f"narrows them in {falls} of {len(gain)}). Layer {nerve.layers[worst]} uses the fewest after it: "
+        f"{float(nerve.post.pr[worst]):.1f} of {nerve.width:,}.{limited}",
+        middle, "× directions", f"assay try nerve --on {name}", "spectra",
+        Interval(middle, low, high, interval.level, interval.n, interval.method),
+        f"95 % interval over {interval.n} layers",
+    )  # fmt: skip
+
+
+def _of_stability(name: str, stability: StabilityCurve) -> Iterator[Finding]:
+    rhos = [float(r) for r in stability.rho]
+    usable = [i for i, r in enumerate(rhos) if 0 < r < 1]
+    if not usable:
+        return
+    i = usable[-1]
+    share = float(stability.value[i]) / float(stability.norm2)
+    error = float(stability.stderr[i]) / float(stability.norm2)
+    yield _finding(
+        "noise-stability", "note",
+        f"When one token in {1 / (1 - rhos[i]):.0f} is replaced at random, {share:.0%} of the prediction's energy stays "
+        "where it was.",
+        share, "share", f"assay try noise-stability --on {name}", "stability",
+        Interval(share, share - 1.96 * error, share + 1.96 * error, 0.95, stability.n_pairs, "normal"),
+        f"95 % interval over {stability.n_pairs} pairs of texts",
+    )  # fmt: skip
+
+
+def _of_loss(name: str, loss: LossResult) -> Iterator[Finding]:
+    interval = loss.loss
+    low, high = (math.exp(v) if math.isfinite(v) else math.nan for v in (interval.low, interval.high))
+    first, last = loss.buckets()[0], loss.buckets()[-1]
+    yield _finding(
+        "perplexity", "note",
+        f"Perplexity on the text is {loss.perplexity:.2f} (loss {interval.mean:.3f} nats a token); from positions "
+        f"{first[0]}–{first[1]} to {last[0]}–{last[1]} of a window the loss goes from {first[2]:.2f} to {last[2]:.2f}.",
+        loss.perplexity, "perplexity", f"assay examine {name} --only loss --text YOUR_TEXT", "loss",
+        Interval(loss.perplexity, low, high, interval.level, interval.n, interval.method),
+        f"95 % interval over {interval.n} windows of text",
+    )  # fmt: skip
