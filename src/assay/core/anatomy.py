@@ -148,7 +148,7 @@ class Attention:
         clip: the bound to which queries, keys and values are clamped.
         rotary: the rotary embedding, None where there is none.
         alibi: the slope of each head, by which the position of the key raises its score (after `scaling`). The model
-            itself rounds slope × position to bfloat16.
+            itself rounds slope × position to bfloat16, and Falcon's eager path adds the bias twice (transformers 5.24).
         q_norm: the norm of the queries, before the rotary embedding.
         k_norm: the norm of the keys.
         interface: whether it goes through `transformers.AttentionInterface`, so that a registered function replaces it.
@@ -528,7 +528,7 @@ class _Reader:
                 return whole, part
         raise UnknownArchitecture(
             f"{type(self.model).__name__} has no {_join(base, paths)!r}, which the entry {self.name!r} of {ROWS_FILE} "
-            "names: correct the entry for this version of transformers"
+            "names: correct the entry for this version of transformers, or pass the model that a wrapper (PEFT) holds"
         )
 
     def need(self, base: str, paths: str) -> tuple[str, Any]:

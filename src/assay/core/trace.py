@@ -45,6 +45,8 @@ SITES = (
 _IMPLEMENTATION = "assay_trace"
 # One slice of the pattern should stay in a core's cache while the reducers look at it.
 _SLICE_BYTES = 2 << 20
+# Fewer query rows than this make poor matrix products, so long contexts may exceed the slice.
+_MIN_ROWS = 16
 _LOGITS_BYTES = 32 << 20
 
 
@@ -216,7 +218,7 @@ def _attend(
     causal = causal and mask is None and tokens > 1
     out = q.new_empty(batch, n_heads, tokens, v.shape[-1])
     looks = bool(tracer.listeners("attn.pattern", block.index))
-    rows_per = min(tokens, max(16, _SLICE_BYTES // (4 * batch * group * n_keys)))
+    rows_per = min(tokens, max(_MIN_ROWS, _SLICE_BYTES // (4 * batch * group * n_keys)))
     groups_per = max(1, min(n_kv, _SLICE_BYTES // (4 * batch * group * n_keys * rows_per)))
     floor = torch.finfo(torch.float32).min
     for g0 in range(0, n_kv, groups_per):

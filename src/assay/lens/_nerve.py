@@ -166,12 +166,8 @@ def _distribution(eigs: Tensor, width: int) -> Tensor:
 
 def _eigenvalues_of_rows(x: Float[Tensor, "tokens width"]) -> Float[Tensor, "width"]:
     """Eigenvalues of the covariance, from the smaller of covariance and Gram matrix."""
-    x = x.double() if x.dtype == torch.float64 else x.float()
-    x = x - x.mean(0)
-    n, width = x.shape
-    small = x @ x.T if n < width else x.T @ x
-    eigs = eigvalsh_batched(small / (n - 1))
-    return nn.functional.pad(eigs, (0, width - len(eigs)))
+    x = x.double()
+    return eigvalsh_batched(x - x.mean(0), rows=True) / (len(x) - 1)
 
 
 @dataclass(frozen=True)
@@ -309,7 +305,7 @@ class NerveReducer(Reducer):
             self._capacity = max(2, memory // (2 * 4 * sum(widths)))
         self._covariances: dict[tuple[str, int], Covariance] = {}
         self._rows: dict[tuple[str, int], Tensor] = {}
-        self._choice: tuple[int, int, Tensor, Tensor] | None = None
+        self._chosen = (torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long))
         self.n_seen = 0
         self._counted = -1
 
@@ -327,7 +323,6 @@ class NerveReducer(Reducer):
                 self._covariances[key] = Covariance(rows.shape[-1], device=rows.device)
             self._covariances[key].update(rows)
             return
-        assert self._choice is not None
         kept = self._rows.get(key)
         if kept is None:
             kept = self._rows[key] = rows.new_empty(self._capacity, rows.shape[-1])
@@ -347,7 +342,6 @@ class NerveReducer(Reducer):
             torch.tensor(list(chosen), dtype=torch.long),
             torch.tensor(list(chosen.values()), dtype=torch.long),
         )
-        self._choice = (before, n, *self._chosen)
 
     def result(self) -> NerveResult:
         """The spectra and their metrics.

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from assay.core.anatomy import anatomy
 from assay.core.errors import InputError, NotApplicable
 from assay.core.progress import Progress, silent
 from assay.core.results import Column, Result, Table
@@ -22,16 +23,17 @@ if TYPE_CHECKING:
 Weighting = Literal["moved", "proportional", "uniform"]
 Label = Literal["positional", "symbolic", "mixed", "diffuse"]
 
-# A head takes a side when its two scores differ by this much.
-MARGIN = 0.15
-# Above this in both scores, or below that in moved mass, exchanging blocks tells nothing about the head.
-DIFFUSE_SCORE = 0.95
-DIFFUSE_MOVED = 0.02
+# A head takes a side when its centred scores differ by this much. Cosines of positive numbers are never low for broad
+# attention, so the scores without centring call a head "both" that follows content over many tokens.
+MARGIN = 0.3
+# Below this moved mass, exchanging blocks tells nothing about the head.
+DIFFUSE_MOVED = 0.005
 
 # Block means that differ from the uniform row by less than this share of it count as uniform.
 _CENTRED_FLOOR = 1e-3
 # Bounds the logits of every key at every block that are held at once.
 _CHUNK_ELEMENTS = 1 << 23
+_NO_ROTARY = "the model has no rotary position embedding"
 
 
 class _Scores(NamedTuple):
@@ -58,14 +60,14 @@ class BlockSwapScores(Result):
         sym: `[*heads]`, in [0, 1]: how far the attention follows the keys to where they move.
         pos_c: `[*heads]`, in [−1, 1]: `pos` with the uniform row subtracted, 0 for uniform attention.
         sym_c: `[*heads]`, in [−1, 1]: `sym` with the uniform row subtracted.
-        moved: `[*heads]`, in [0, 1]: share of the attention that the weighted exchanges would reroute if the head
-            were symbolic. Near 0 the scores say nothing.
+        moved: `[*heads]`, in [0, 1]: moved mass, the share of the attention that would change block if the head were
+            symbolic, averaged like the scores. Near 0 they say nothing.
         entropy: `[*heads]`, nats, of the attention before any exchange.
         distance: `[*heads]`, positions, mean distance from the query to where it attends.
         pairs: `[pairs, 2]`, the two blocks of each exchange, numbered from the front.
         pair_pos: `[*heads, pairs]`, `pos` of each exchange.
         pair_sym: `[*heads, pairs]`, `sym` of each exchange.
-        pair_moved: `[*heads, pairs]`, moved mass of each exchange.
+        pair_moved: `[*heads, pairs]`, moved mass of each exchange, the difference of the two blocks' attention.
         block_size: keys in a block.
         n_fixed: keys at the front that no exchange moves.
     """
@@ -115,7 +117,7 @@ _COLUMNS = {
         Column("sym_se", about="standard error of sym over prompts"),
         Column("pos_c", about="pos with the uniform row subtracted"),
         Column("sym_c", about="sym with the uniform row subtracted"),
-        Column("moved", about="share of the attention that the exchanges concern; near 0 the scores say nothing"),
+        Column("moved", about="share of the attention that exchanges would move; near 0 the scores say nothing"),
         Column("entropy", "nats", "of the attention"),
         Column("distance", "tokens", "mean distance from the query to where it attends"),
         Column("label", about="positional, symbolic, mixed or diffuse"),
@@ -137,11 +139,12 @@ class RopeHeadsResult(Result):
         sym_se: standard error of `sym` over prompts.
         pos_c: `pos` with the uniform row subtracted, in [−1, 1]; 0 for uniform attention.
         sym_c: `sym` with the uniform row subtracted.
-        moved: share of the attention that the exchanges concern, in [0, 1].
+        moved: moved mass, the share of the attention that would change block if the head were symbolic, in [0, 1].
         entropy: of the attention, nats.
         distance: mean distance from the query to where it attends, tokens.
-        label: "positional" or "symbolic" where the two scores differ by 0.15 or more, "diffuse" where both are at
-            least 0.95 or the moved mass is under 0.02, "mixed" otherwise.
+        label: "diffuse" where the moved mass is under 0.005, so that the scores say nothing; else "positional" or
+            "symbolic" where the centred scores differ by 0.3 or more; else "mixed". The thresholds are choices made
+            here.
         theta: rotary frequencies of each layer, radians a position. A last entry 0 stands for all dimensions that
             the layer does not rotate, where there are any. NaN where a layer has fewer.
         usage: share of each frequency in ‖q_f‖·‖k_f‖ summed over frequencies; None unless asked for.
@@ -185,7 +188,7 @@ class RopeHeadsResult(Result):
         from plotly.subplots import make_subplots
 
         profiles = self._profiles()
-        titles = ["each head", "positional − symbolic", "by frequency, mean over heads by usage"]
+        titles = ["each head", "positional − symbolic, centred", "by frequency, mean over heads by usage"]
         n_panels = 3 if profiles else 2
         figure = make_subplots(rows=1, cols=n_panels, subplot_titles=titles[:n_panels])
         for i, layer in enumerate(self.layers):
@@ -212,7 +215,7 @@ class RopeHeadsResult(Result):
                 row=1,
                 col=1,
             )
-        difference = self.pos - self.sym
+        difference = self.pos_c - self.sym_c
         heat = go.Heatmap(
             z=difference.tolist(),
             y=[str(layer) for layer in self.layers],
@@ -257,12 +260,12 @@ _SYMBOLS: dict[Label, str] = {
 }
 
 
-def _label(pos: float, sym: float, moved: float) -> Label:
-    if moved < DIFFUSE_MOVED or min(pos, sym) >= DIFFUSE_SCORE:
+def _label(pos_c: float, sym_c: float, moved: float) -> Label:
+    if moved < DIFFUSE_MOVED:
         return "diffuse"
-    if abs(pos - sym) < MARGIN:
+    if abs(pos_c - sym_c) < MARGIN:
         return "mixed"
-    return "positional" if pos > sym else "symbolic"
+    return "positional" if pos_c > sym_c else "symbolic"
 
 
 def _unrotate(
@@ -333,9 +336,7 @@ def _score(
     n_keys = fixed.shape[-1] + every.shape[-2] * block_size
     own = torch.diagonal(every, dim1=-3, dim2=-2).mT
     attention = torch.softmax(torch.cat([fixed, own.flatten(-2)], dim=-1), dim=-1)
-    blocks = attention[..., fixed.shape[-1] :].unflatten(-1, own.shape[-2:])
     i, j = pairs[:, 0], pairs[:, 1]
-    pair_moved = torch.cdist(blocks, blocks, p=1.0)[..., i, j]
 
     # Log of the unnormalised mass of the keys `of` at the positions `at`; an exchange changes two blocks only.
     mass = every.logsumexp(-1)
@@ -357,6 +358,8 @@ def _score(
     stay = fixed.logsumexp(-1)
     total_before = torch.logaddexp(before.logsumexp(-1), stay)[..., None]
     total_after = torch.logaddexp(slots.logsumexp(-1), stay[..., None])
+    # Between blocks, not tokens: where two blocks have equal mass, staying and following look the same.
+    pair_moved = ((before_i - total_before).exp() - (before_j - total_before).exp()).abs()
 
     # In units of the uniform row, 1/n_keys a key.
     def over_uniform(log_mass: Tensor, total: Tensor) -> Tensor:
@@ -727,7 +730,7 @@ class RopeHeadsReducer(Reducer):
         if not self._running:
             raise InputError("no prompts were seen: run the model while this reducer is attached")
         if not self._rotary:
-            raise NotApplicable("the model has no rotary position embedding")
+            raise NotApplicable(_NO_ROTARY)
         layers = tuple(sorted(self._running))
         runs = [self._running[layer] for layer in layers]
 
@@ -746,7 +749,7 @@ class RopeHeadsReducer(Reducer):
 
         means = {name: mean(name) for name in _MEANS}
         labels = tuple(
-            tuple(_label(*triple) for triple in zip(*(run.mean(x).tolist() for x in ("pos", "sym", "moved"))))
+            tuple(_label(*triple) for triple in zip(*(run.mean(x).tolist() for x in ("pos_c", "sym_c", "moved"))))
             for run in runs
         )
         return RopeHeadsResult(
@@ -892,5 +895,8 @@ def rope_heads(
         tau=tau,
         layers=layers,
     )
-    trace(model, batches, [reducer], total=total, progress=progress)
+    parts = anatomy(model)
+    if not any(block.attention.rotary is not None for block in parts.blocks):
+        raise NotApplicable(_NO_ROTARY)
+    trace(model, batches, [reducer], anatomy=parts, total=total, progress=progress)
     return reducer.result()

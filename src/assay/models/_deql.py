@@ -16,12 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from numbers import Real
-from typing import Any, Literal, NamedTuple, Self, cast
+from typing import Any, Literal, NamedTuple, Self, TypeAlias, cast
 
 import numpy as np
 from jaxtyping import Float, Int
+from numpy.typing import ArrayLike
 from scipy.linalg import cho_solve, get_lapack_funcs, solve_triangular
-from scipy.sparse import csc_matrix, csr_matrix, issparse
+from scipy.sparse import csc_matrix, csr_matrix, issparse, sparray, spmatrix
 from sklearn.base import BaseEstimator, OneToOneFeatureMixin, TransformerMixin, clone
 from sklearn.model_selection import ParameterGrid
 from sklearn.utils import Tags
@@ -32,7 +33,7 @@ from assay.core.errors import InputError
 # Working memory of one block of rows or columns, in numbers: 32 MB in float64.
 _BLOCK = 1 << 22
 
-Interactions = csr_matrix | np.ndarray
+Interactions: TypeAlias = ArrayLike | spmatrix | sparray
 
 
 def _blocks(total: int, width: int) -> Iterator[slice]:

@@ -7,6 +7,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+# Below this many tokens, decays between all pairs are formed outright.
+_LEAF = 4
+
 
 def causal_convolution(
     x: Float[Tensor, "batch tokens channels"],
@@ -31,7 +34,7 @@ def causal_convolution(
     # sequence is cut, which conv1d does not promise.
     out = window[:, :tokens] * weight[:, 0]
     for tap in range(1, taps):
-        out = out + window[:, tap : tap + tokens] * weight[:, tap]
+        out = torch.addcmul(out, window[:, tap : tap + tokens], weight[:, tap])
     return out, window[:, tokens:]
 
 
@@ -48,7 +51,7 @@ def gated_linear_attention(
 
     With `chunk=1` it is the recurrent form and with `chunk >= tokens` the parallel one; all agree up to rounding.
     Only decays between two tokens of one chunk, or between a token and the border of its chunk, are exponentiated, so
-    every exponent is at most zero and nothing overflows at any length. A chunk takes `chunk² · key_dim` numbers a head.
+    every exponent is at most zero and nothing overflows at any length.
 
     Args:
         q: queries, already scaled.
@@ -86,12 +89,31 @@ def _chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor) -> 
     """One chunk, (batch, heads, tokens, channels); `g` is the log decay summed from the start of the chunk."""
     if g is None:
         return q @ state + (q @ k.mT).tril() @ v, state + k.mT @ v
-    future = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1).unsqueeze(-1)
-    between = (g.unsqueeze(3) - g.unsqueeze(2)).masked_fill(future, -torch.inf).exp()
-    scores = torch.einsum("bhtd,bhtsd,bhsd->bhts", q, between, k)
-    out = (q * g.exp()) @ state + scores @ v
+    out = (q * g.exp()) @ state + _decayed_scores(q, k, g) @ v
     last = g[:, :, -1:]
     return out, last.exp().mT * state + (k * (last - g).exp()).mT @ v
+
+
+def _decayed_scores(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
+    """Causal scores Σ_d q_td k_sd exp(g_td - g_sd) of one chunk.
+
+    Splitting exp(g_t - g_s) into exp(g_t) exp(-g_s) would overflow, so queries of the second half meet keys of the
+    first half through the decay at the border between them, and each half does the same within itself.
+    """
+    tokens = q.shape[2]
+    if tokens <= _LEAF:
+        future = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu(1).unsqueeze(-1)
+        between = (g.unsqueeze(3) - g.unsqueeze(2)).masked_fill(future, -torch.inf).exp()
+        return (q.unsqueeze(3) * between * k.unsqueeze(2)).sum(-1)
+    half = tokens // 2
+    q0, q1 = q[:, :, :half], q[:, :, half:]
+    k0, k1 = k[:, :, :half], k[:, :, half:]
+    g0, g1 = g[:, :, :half], g[:, :, half:]
+    border = g0[:, :, -1:]
+    across = (q1 * (g1 - border).exp()) @ (k0 * (border - g0).exp()).mT
+    first = F.pad(_decayed_scores(q0, k0, g0), (0, tokens - half))
+    second = torch.cat([across, _decayed_scores(q1, k1, g1)], dim=-1)
+    return torch.cat([first, second], dim=2)
 
 
 def log_forget_gate(logits: Float[Tensor, "*shape"], normaliser: float) -> Float[Tensor, "*shape"]:

@@ -15,7 +15,11 @@ from torch import Tensor, nn
 from assay.core.errors import InputError
 from assay.models._linear_attention import causal_convolution, gated_linear_attention, log_forget_gate
 
+# A turn in two parts, the first of so few bits that whole multiples of it are exact in float32. Wrapping by 2π rounded
+# to float32 would be off by the same 2e-7 at every turn, which adds up to visible angles over 1e5 tokens.
 _TURN = 2 * math.pi
+_TURN_HIGH = 6.28125
+_TURN_LOW = _TURN - _TURN_HIGH
 # Tokens summed before the running angle is wrapped: the sum of one block stays small enough for float32.
 _BLOCK = 128
 _FORGET_NORMALISER = 16.0
@@ -374,7 +378,13 @@ def _summed(steps: Tensor, inputs: Tensor, start: Tensor | None) -> tuple[Tensor
     angle = _running_angle(steps)
     if start is not None:
         angle = angle + start.to(angle.dtype).unsqueeze(1)
-    return angle, SelectiveRoPECache(inputs, torch.remainder(angle[:, -1], _TURN))
+    return angle, SelectiveRoPECache(inputs, _wrapped(angle[:, -1]))
+
+
+def _wrapped(angle: Tensor) -> Tensor:
+    """The angle without its whole turns; gradients pass unchanged."""
+    turns = (angle.detach() / _TURN).floor()
+    return (angle - turns * _TURN_HIGH) - turns * _TURN_LOW
 
 
 def _running_angle(steps: Tensor) -> Tensor:
@@ -385,8 +395,8 @@ def _running_angle(steps: Tensor) -> Tensor:
     blocks = -(-tokens // _BLOCK)
     tail = [0, 0] * (steps.ndim - 2) + [0, blocks * _BLOCK - tokens]
     inner = F.pad(steps, tail).unflatten(1, (blocks, _BLOCK)).cumsum(2)
-    totals = torch.remainder(inner[:, :, -1], _TURN)
-    starts = torch.remainder(_running_angle(totals) - totals, _TURN)
+    totals = _wrapped(inner[:, :, -1])
+    starts = _wrapped(_running_angle(totals) - totals)
     return (inner + starts.unsqueeze(2)).flatten(1, 2)[:, :tokens]
 
 

@@ -4,6 +4,8 @@ A trial is declared in `trials/<family>/<slug>.py` as a module-level `TRIAL`. It
 is measured; the runner owns seeds, pairing, processes, time, memory, resuming and the verdict.
 """
 
+from assay.trials._runner import TrialRun, run_trial
 from assay.trials._trial import Arm, Metric, Trial
+from assay.trials._verdict import Cell, Verdict, judge
 
-__all__ = ["Arm", "Metric", "Trial"]
+__all__ = ["Arm", "Cell", "Metric", "Trial", "TrialRun", "Verdict", "judge", "run_trial"]

@@ -85,7 +85,7 @@ def _measure(ranked: np.ndarray, held_out: csr_matrix) -> Measured:
 
 
 def _depth(split: Split) -> int:
-    return min(100, split.train.shape[1])
+    return min(100, int(split.train.shape[1]))
 
 
 def _tuned(estimator: Any, settings: Callable[[Budget], Sequence[dict[str, Any]]]) -> Callable[..., Measured]:

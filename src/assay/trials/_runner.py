@@ -1,0 +1,359 @@
+"""Runs a trial: every arm on every seed in a process of its own, measured, recorded as it finishes, resumable."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from assay.core.catalogue import catalogue, method
+from assay.core.errors import AssayError, InputError, NotApplicable
+from assay.core.output import claim_directory, write_text
+from assay.core.progress import Progress, silent
+from assay.core.results import Result, Table, jsonable
+from assay.core.subject import applies, recognise
+from assay.trials._trial import Trial
+from assay.trials._verdict import Cell, Verdict, judge
+from assay.trials._worker import load_trial
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+_POLL_SECONDS = 0.02
+_ONE_THREAD = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+)
+
+
+@dataclass(frozen=True)
+class TrialRun(Result):
+    """A finished trial.
+
+    Attributes:
+        source: the subject, a path or a built-in name.
+        workers: how many arms ran side by side; times taken with more than one are of a shared machine.
+        cells: every arm on every seed, arm by arm.
+        verdict: what they show together.
+    """
+
+    source: str
+    workers: int
+    cells: tuple[Cell, ...]
+    verdict: Verdict
+
+    def table(self) -> Table:
+        """The verdict's table."""
+        return self.verdict.table()
+
+    def figure(self) -> Figure:
+        """The verdict's figure."""
+        return self.verdict.figure()
+
+
+def run_trial(
+    trial: str | Trial,
+    *,
+    on: str | os.PathLike[str] | None = None,
+    seeds: int | None = None,
+    workers: int = 1,
+    budget: str = "quick",
+    out: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    progress: Progress = silent,
+) -> TrialRun:
+    """Run a method against its baselines and judge.
+
+    Every arm runs on every seed in a fresh process with one thread, so that numbers depend neither on `workers` nor
+    on what ran before. Wall time and peak memory are those of the arm alone; preparing the data is not charged.
+
+    Args:
+        trial: a method's slug, or a trial that stands at the top of an importable module.
+        on: the subject, a path or `builtin:NAME`; None for the trial's built-in subject.
+        seeds: how many paired repetitions, with the seeds 0, 1, …; None for the budget's own number.
+        workers: how many processes run side by side.
+        budget: the name of the trial's budget, "quick" or "full".
+        out: directory for `cells.jsonl`, to which each arm and seed is added as it finishes, and `verdict.json`;
+            None to write nothing.
+        resume: keep what `out` has of this trial, and run what is missing or failed.
+        progress: is told how many of the processes are finished.
+
+    Returns:
+        The cells and the verdict. An arm that fails is shown as such and does not end the trial.
+
+    Raises:
+        InputError: no such method, trial, subject, budget or number of seeds; or `out` holds another trial.
+        NotApplicable: the method does not apply to the subject.
+        AssayError: the data could not be prepared.
+    """
+    module, attribute, declared = _find(trial)
+    source = _subject(declared, on)
+    if budget not in declared.budgets:
+        raise InputError(f"no budget is called {budget!r}: choose {' or '.join(declared.budgets)}")
+    seed_list = _seeds(seeds, declared, budget)
+    if not isinstance(workers, int) or workers < 1:
+        raise InputError(f"workers is {workers}: give a whole number from 1")
+    if out is None and resume:
+        raise InputError("resume needs the directory of the interrupted trial: give out too")
+
+    record = _Record.open(Path(out), _header(declared, source, budget), resume) if out is not None else None
+    done = record.cells if record else {}
+    wanted = [(a.name, s) for s in seed_list for a in declared.arms]
+    missing = [key for key in wanted if key not in done or done[key].failure is not None]
+    finished = {key: done[key] for key in wanted if key not in missing}
+    progress(len(finished), len(wanted), "starting")
+    jobs = [
+        {"module": module, "attribute": attribute, "arm": a, "source": source, "seed": s, "budget": budget}
+        for a, s in missing
+    ]
+    with closing(_run_all(jobs, workers)) as results:
+        for cell in results:
+            finished[cell.arm, cell.seed] = cell
+            if record:
+                record.append(cell)
+            progress(len(finished), len(wanted), f"{cell.arm}, seed {cell.seed}")
+
+    cells = tuple(finished[a.name, s] for a in declared.arms for s in seed_list)
+    run = TrialRun(source, workers, cells, judge(declared, cells, source=source, budget=budget, seeds=seed_list))
+    if out is not None:
+        text = json.dumps(run.to_dict(), indent=1, ensure_ascii=False, allow_nan=False)
+        write_text(Path(out) / "verdict.json", text + "\n")
+    return run
+
+
+def _find(trial: str | Trial) -> tuple[str, str, Trial]:
+    """Where a child process can import the trial from, and the trial."""
+    if isinstance(trial, Trial):
+        name = trial.prepare.__module__
+        home = sys.modules.get(name)
+        names = [k for k, v in vars(home).items() if v is trial] if home and name != "__main__" else []
+        if not names:
+            raise InputError(f"the trial {trial.slug!r} must stand at the top of the module that defines its prepare")
+        return name, names[0], trial
+    if ":" in trial:
+        module, _, attribute = trial.partition(":")
+    else:
+        module, attribute = method(trial).trial_module, "TRIAL"
+        # find_spec raises where the family's package itself is missing.
+        if not importlib.util.find_spec(module.rpartition(".")[0]) or not importlib.util.find_spec(module):
+            raise InputError(f"{trial} has no trial yet: `assay methods` shows which methods have one")
+    return module, attribute, load_trial(module, attribute)
+
+
+def _subject(trial: Trial, on: str | os.PathLike[str] | None) -> str:
+    if on is None:
+        return trial.builtin
+    source = os.fspath(on)
+    if source.startswith("builtin:"):
+        from assay.reference import builtin
+
+        kind = builtin(source).KIND
+        if kind != trial.subject:
+            raise NotApplicable(f"{trial.slug} is tried on {trial.subject}; {source} is {kind}")
+        return source
+    found = recognise(source)
+    if found.kind != trial.subject:
+        raise NotApplicable(f"{trial.slug} is tried on {trial.subject}; {source} is {found.kind} ({found.reason})")
+    row = catalogue().get(trial.slug)
+    if row is not None and found.kind in row.subject:
+        fits, why = applies(row, found)
+        if not fits:
+            raise NotApplicable(f"{trial.slug} {why}")
+    return source
+
+
+def _seeds(seeds: int | None, trial: Trial, budget: str) -> range:
+    n = trial.budgets[budget].get("seeds", 5) if seeds is None else seeds
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+        raise InputError(f"seeds is {n!r}: give how many repetitions to run, a whole number from 1")
+    return range(n)
+
+
+def _header(trial: Trial, source: str, budget: str) -> dict[str, Any]:
+    """What the cells of one file have in common; another header is another trial."""
+    settings = {k: v for k, v in trial.budgets[budget].items() if k != "seeds"}
+    subject: Any = source
+    if not source.startswith("builtin:"):
+        path = Path(source).resolve()
+        files = sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]
+        subject = [str(path), *([p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in files)]
+    return {
+        "trial": trial.slug,
+        "subject": subject,
+        "budget": budget,
+        "settings": jsonable(settings),
+        "arms": [a.name for a in trial.arms],
+        "metrics": [m.name for m in trial.metrics],
+    }
+
+
+class _Record:
+    """The file of finished cells: a header line, then one line a cell, each written whole and at once."""
+
+    def __init__(self, path: Path, cells: dict[tuple[str, int], Cell]) -> None:
+        self.path = path
+        self.cells = cells
+
+    @classmethod
+    def open(cls, out: Path, header: dict[str, Any], resume: bool) -> _Record:
+        claim_directory(out)
+        path = out / "cells.jsonl"
+        cells: dict[tuple[str, int], Cell] = {}
+        if path.exists():
+            found, cells = cls._read(path)
+            if found.get("trial") != header["trial"]:
+                raise InputError(
+                    f"{out} holds the trial of {found.get('trial')}, not of {header['trial']}: choose another directory"
+                )
+            if resume:
+                changed = [k for k in header if found.get(k) != header[k]]
+                if changed:
+                    raise InputError(
+                        f"{out} holds a trial with another {' and '.join(changed)}: choose another directory, or start "
+                        "over without resume"
+                    )
+            elif not (out / "verdict.json").exists() and cells:
+                raise InputError(
+                    f"{out} holds an unfinished trial of {header['trial']}: resume it, choose another directory, or "
+                    f"delete {path.name} there to start over"
+                )
+            else:
+                cells = {}
+        # Written anew, so that a line cut off by a kill is gone before the next one is added.
+        (out / "verdict.json").unlink(missing_ok=True)
+        lines = [json.dumps(header), *(json.dumps(asdict(c)) for c in cells.values())]
+        write_text(path, "\n".join(lines) + "\n")
+        return cls(path, cells)
+
+    @staticmethod
+    def _read(path: Path) -> tuple[dict[str, Any], dict[tuple[str, int], Cell]]:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+        header: dict[str, Any] = {}
+        cells = {}
+        for number, line in enumerate(lines[:-1], 1):
+            try:
+                parsed = json.loads(line)
+                if number == 1:
+                    header = dict(parsed)
+                else:
+                    cell = Cell(**parsed)
+                    cells[cell.arm, cell.seed] = cell
+            except (ValueError, TypeError) as error:
+                raise InputError(f"{path} is damaged in line {number}: delete it to start over") from error
+        return header, cells
+
+    def append(self, cell: Cell) -> None:
+        line = json.dumps(asdict(cell), allow_nan=False) + "\n"
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+        try:
+            os.write(descriptor, line.encode())
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        self.cells[cell.arm, cell.seed] = cell
+
+
+@dataclass
+class _Child:
+    job: dict[str, Any]
+    process: subprocess.Popen[bytes]
+    reply: Path
+    log: Path
+
+
+def _run_all(jobs: list[dict[str, Any]], workers: int) -> Generator[Cell]:
+    """Run the jobs, at most `workers` at once, and give each cell as it finishes."""
+    waiting = list(reversed(jobs))
+    running: list[_Child] = []
+    with tempfile.TemporaryDirectory(prefix="assay-trial-", ignore_cleanup_errors=True) as folder:
+        try:
+            while waiting or running:
+                while waiting and len(running) < workers:
+                    running.append(_start(waiting.pop(), Path(folder), len(waiting)))
+                ended = [c for c in running if c.process.poll() is not None]
+                if not ended:
+                    time.sleep(_POLL_SECONDS)
+                for child in ended:
+                    running.remove(child)
+                    assert child.process.stdin is not None
+                    child.process.stdin.close()
+                    yield _cell(child)
+        finally:
+            for child in running:
+                _end(child.process)
+
+
+def _start(job: dict[str, Any], folder: Path, number: int) -> _Child:
+    reply, log = folder / f"{number}.json", folder / f"{number}.log"
+    environment = os.environ | dict.fromkeys(_ONE_THREAD, "1") | {"PYTHONHASHSEED": "0"}
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-c", "from assay.trials._worker import main; main()"],
+            stdin=subprocess.PIPE,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            # An interrupt from the keyboard reaches this process only, which then ends its children itself.
+            start_new_session=True,
+        )
+    assert process.stdin is not None
+    request = job | {"path": sys.path, "reply": str(reply)}
+    # A child that died at the start is told by its exit status and log.
+    with suppress(BrokenPipeError):
+        process.stdin.write(json.dumps(request).encode() + b"\n")
+        process.stdin.flush()
+    return _Child(job, process, reply, log)
+
+
+def _cell(child: _Child) -> Cell:
+    job = child.job
+    try:
+        reply = json.loads(child.reply.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return Cell(job["arm"], job["seed"], {}, failure=_death(child))
+    if reply["stage"] == "run":
+        return Cell(job["arm"], job["seed"], {}, failure=reply["message"])
+    if reply["stage"] != "ok":
+        what = f"{job['source']} could not be prepared (seed {job['seed']})"
+        raise AssayError(reply["message"] if reply["asked"] else f"{what}: {reply['message']}")
+    metrics = {k: v if math.isfinite(v) else None for k, v in reply["metrics"].items()}
+    return Cell(job["arm"], job["seed"], metrics, reply["seconds"], reply["peak_mib"], reply["peak_rss_mib"])
+
+
+def _death(child: _Child) -> str:
+    """What is known of a process that ended without a reply."""
+    status = child.process.returncode
+    how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+    if status == -9:
+        how += " (out of memory?)"
+    lines = child.log.read_text(encoding="utf-8", errors="replace").split("\n")
+    said = [line.strip() for line in lines if line.strip()]
+    return f"the process {how}" + (f": {said[-1][:200]}" if said else "")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    try:
+        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    except psutil.NoSuchProcess:
+        family = []
+    for member in family:
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
+    process.wait()
+    assert process.stdin is not None
+    process.stdin.close()
