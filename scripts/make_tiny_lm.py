@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -44,6 +44,7 @@ CONFIG = LlamaConfig(
 HEAD_DIM = CONFIG.hidden_size // CONFIG.num_attention_heads
 # Height of the planted positional peak: the logit at the target offset is this many nats per rotary pair.
 POSITIONAL_GAIN = 12.0
+EMBEDDING_STD = 0.1
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -66,7 +67,6 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
         bos_token="<s>",
         eos_token="</s>",
         pad_token="<pad>",
-        model_max_length=CONTEXT,
         clean_up_tokenization_spaces=False,
     )
 
@@ -121,6 +121,31 @@ def plant(model: LlamaForCausalLM) -> dict[str, Tensor]:
     return free
 
 
+@torch.no_grad()
+def wire(model: LlamaForCausalLM, free: dict[str, Tensor], generator: torch.Generator) -> None:
+    """Start the induction circuit near where training will take it; all of this is free to move.
+
+    The positional head writes a projection of the previous token to directions of its own; the induction head looks
+    there for the projection of the current token, and copies what stands where it finds it.
+    """
+    nn.init.normal_(model.get_input_embeddings().weight, std=EMBEDDING_STD, generator=generator)
+    directions, _ = torch.linalg.qr(torch.randn(CONFIG.hidden_size, 3 * HEAD_DIM, generator=generator))
+    token, previous, copied = directions.T.split(HEAD_DIM)
+
+    layer, head = GROUND_TRUTH["positional_head"]
+    attention = model.model.layers[layer].self_attn
+    attention.v_proj.weight[rows(head)] = token
+    attention.o_proj.weight[:, rows(head)] = 3 * EMBEDDING_STD * previous.T
+
+    layer, head = GROUND_TRUTH["induction_head"]
+    attention = model.model.layers[layer].self_attn
+    slow = free[f"model.layers.{layer}.self_attn.q_proj.bias"][rows(head)].unsqueeze(1)
+    attention.q_proj.weight[rows(head)] = 3 * slow * token
+    attention.k_proj.weight[rows(head)] = 3 * slow * previous
+    attention.v_proj.weight[rows(head)] = copied
+    attention.o_proj.weight[:, rows(head)] = 10 * EMBEDDING_STD * copied.T
+
+
 def repeated(batch: int, generator: torch.Generator) -> Tensor:
     """Rows of random tokens that repeat with a period of 16 to 127: what an induction head predicts."""
     ids = torch.randint(len(SPECIAL), VOCABULARY, (batch, CONTEXT), generator=generator)
@@ -135,44 +160,55 @@ def windows(stream: Tensor, batch: int, generator: torch.Generator) -> Tensor:
     return F.pad(stream[start + torch.arange(CONTEXT - 1)], (1, 0), value=0)
 
 
-def train(model: LlamaForCausalLM, streams: list[Tensor], free: dict[str, Tensor], steps: int, seed: int) -> None:
-    """AdamW with a cosine schedule; each batch holds text windows and repeated random sequences."""
-    generator = torch.Generator().manual_seed(seed)
+def train(
+    model: LlamaForCausalLM,
+    streams: list[Tensor],
+    free: dict[str, Tensor],
+    steps: int,
+    generator: torch.Generator,
+) -> None:
+    """Muon for the matrices inside, AdamW for the rest, one cosine schedule; eight rows a step."""
     for name, mask in free.items():
         model.get_parameter(name).register_hook(lambda grad, mask=mask: grad * mask)
-    matrices = [p for p in model.parameters() if p.ndim > 1]
+    embedding = model.get_input_embeddings().weight
+    matrices = [p for p in model.parameters() if p.ndim > 1 and p is not embedding]
     vectors = [p for p in model.parameters() if p.ndim == 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
-        betas=(0.9, 0.98),
-    )
-    peak, warmup = 4e-3, 100
+    peak = 1e-2
+    optimizers = [
+        torch.optim.Muon(matrices, lr=peak, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(
+            [{"params": [embedding], "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+            lr=peak,
+            betas=(0.9, 0.98),
+        ),
+    ]
     began = time.perf_counter()
     for step in range(steps):
-        decay = 0.5 * (1 + math.cos(math.pi * step / steps))
-        for group in optimizer.param_groups:
-            group["lr"] = peak * min((step + 1) / warmup, 0.05 + 0.95 * decay)
-        ids = torch.cat(
-            [
-                windows(streams[0], 5, generator),
-                windows(streams[1], 2, generator),
-                repeated(1, generator),
-            ]
-        )
+        decay = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps))
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = peak * min((step + 1) / 50, decay)
+        text = [windows(streams[0], 5, generator), windows(streams[1], 1, generator)]
+        ids = torch.cat([*text, repeated(2, generator)])
         logits = model(ids, use_cache=False).logits
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        loss = F.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none").mean(1)
+        loss.mean().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        if step % 100 == 0 or step + 1 == steps:
-            print(f"step {step:5d}  loss {loss.item():.3f}  {time.perf_counter() - began:.0f} s", flush=True)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        if step % 50 == 0 or step + 1 == steps:
+            first, last = loss[:6].mean().item(), loss[6:].mean().item()
+            print(
+                f"step {step:5d}  text {first:.3f}  repeated {last:.3f}  {time.perf_counter() - began:.0f} s",
+                flush=True,
+            )
 
 
 @torch.no_grad()
 def perplexity(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, text: str) -> tuple[float, float]:
     """Perplexity per token and per character of a text, cut in windows that each begin with `<s>`."""
-    stream = torch.tensor(tokenizer.encode(text, add_special_tokens=False))
+    stream = torch.tensor(tokenizer.encode(text, add_special_tokens=False, verbose=False))
     stream = stream[: len(stream) // (CONTEXT - 1) * (CONTEXT - 1)].view(-1, CONTEXT - 1)
     ids = F.pad(stream, (1, 0), value=0)
     nats = sum(
@@ -187,7 +223,7 @@ def main() -> None:
     """Train, report the held-out perplexity, save, print the SHA-256 of the weights."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="the directory to write")
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
 
@@ -195,14 +231,16 @@ def main() -> None:
     torch.use_deterministic_algorithms(True)
     texts = [_text.training_text(name) for name in ("prose", "technical")]
     tokenizer = train_tokenizer([p for text in texts for p in text.split("\n\n")])
-    streams = [torch.tensor(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+    streams = [torch.tensor(tokenizer.encode(text, add_special_tokens=False, verbose=False)) for text in texts]
     print("training tokens:", [len(s) for s in streams])
 
     torch.manual_seed(options.seed)
     model = LlamaForCausalLM(CONFIG)
     free = plant(model)
     print("parameters:", sum(p.numel() for p in model.parameters()))
-    train(model, streams, free, options.steps, options.seed)
+    generator = torch.Generator().manual_seed(options.seed)
+    wire(model, free, generator)
+    train(model, streams, free, options.steps, generator)
 
     model.eval()
     for name in ("prose", "technical"):

@@ -272,7 +272,7 @@ def test_outliers_use_the_sample_deviation():
     assert quantize(block, solve_codebook(64)).n_outliers == 0
 
 
-@pytest.mark.parametrize("w", [torch.full((128,), 0.3), torch.linspace(1.0, 1.001, 128)])
+@pytest.mark.parametrize("w", [torch.full((128,), 0.3), torch.full((4,), 2.0), torch.linspace(1, 1.001, 128)])
 def test_uncentred_blocks_keep_their_weights(w):
     assert quantize(w, solve_codebook(64)).n_outliers == 0
 
@@ -454,9 +454,8 @@ def test_layer_computes_with_decoded_weights(dtype, rows):
     expected = nn.functional.linear(x, packed.packed.dequantize(dtype), layer.bias)
     got = packed(x)
     assert got.dtype == dtype
-    torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2) if dtype == torch.bfloat16 else (
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
-    )
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("shape", [(100,), (2, 3, 100), (0, 100)])
@@ -577,7 +576,7 @@ def test_state_dict_round_trip_with_another_number_of_outliers(tmp_path):
     model, _ = bof4(small_model())
     with torch.no_grad():
         spiky = small_model(1)
-        spiky[1].weight[0, :40:4] = 3.0
+        spiky[1].weight.view(-1)[::64] = 3.0
     other, result = bof4(spiky)
     assert result.n_outliers > 0
     save_file({k: v.contiguous() for k, v in other.state_dict().items()}, tmp_path / "packed.safetensors")
@@ -625,7 +624,6 @@ def test_transformers_conv1d():
     assert {layer.name.rpartition(".")[2] for layer in result.layers} == {"c_attn", "c_proj", "c_fc"}
     layer = model.transformer.h[0].attn.c_attn
     assert (layer.in_features, layer.out_features) == (32, 96)
-    assert torch.equal(layer.packed.codes, quantize(source.T, solve_codebook(64), opq=None).codes) or True
     expected = quantize(source.T, solve_codebook(64), **EXACT).dequantize()
     assert torch.equal(torch.Tensor(layer.weight.detach()), expected)
     after = model(tokens).logits

@@ -351,14 +351,16 @@ def _outliers(blocks: Tensor, n: int, threshold: float) -> Tensor:
     block_size = blocks.shape[1]
     centred = blocks - blocks.mean(1, keepdim=True)
     std = (centred.square().sum(1, keepdim=True) / (block_size - 1)).sqrt()
+    most = torch.full((blocks.shape[0],), block_size / threshold**2, device=blocks.device)
     rest = n % block_size
     if rest:
         # A single value has no sample deviation; NaN compares false, so it is no outlier.
         std[-1] = blocks[-1, :rest].std() if rest > 1 else math.nan
+        most[-1] = rest / threshold**2
     at = (blocks.abs() > std * threshold).view(-1).nonzero().squeeze(1)
     block = at // block_size
     per_block = torch.bincount(block, minlength=blocks.shape[0])
-    return at[per_block[block] <= block_size / threshold**2]
+    return at[(per_block <= most)[block]]
 
 
 def _constants(blocks: Tensor, scaling: Scaling, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

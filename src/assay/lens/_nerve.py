@@ -21,6 +21,7 @@ from assay.core.anatomy import Anatomy, Projection, anatomy
 from assay.core.errors import InputError, NotApplicable
 from assay.core.linalg import eigvalsh_batched
 from assay.core.moments import Covariance
+from assay.core.parallel import each_on_one_core
 from assay.core.progress import Progress, silent
 from assay.core.results import Column, Result, Table
 from assay.core.seeds import generator
@@ -296,7 +297,7 @@ class NerveReducer(Reducer):
         dense = [b for b in model_anatomy.blocks if b.mlp is not None]
         if not dense:
             raise NotApplicable("no dense feed-forward layers found: pass layers={name: (up, down)}")
-        self.layers = [b.index for b in dense]
+        self.layers: list[int] = [b.index for b in dense]
         self.skipped = tuple(b.index for b in model_anatomy.blocks if b.mlp is None)
         widths = [b.mlp.down.in_features for b in dense]
         self._seed = seed
@@ -352,12 +353,11 @@ class NerveReducer(Reducer):
         n = self.n_seen if self._capacity is None else min(self.n_seen, self._capacity)
         if n < 2:
             raise InputError(f"{n} tokens were seen: at least 2 are needed")
-        assert self.layers is not None
         spectra = {site: self._spectra(site, n) for site in self.sites}
         for site, eigs in spectra.items():
             flat = torch.nonzero(eigs.sum(-1) <= 0).flatten().tolist()
             if flat:
-                raise InputError(f"zero variance in layer {list(self.layers)[flat[0]]} at {site}")
+                raise InputError(f"zero variance in layer {self.layers[flat[0]]} at {site}")
         pre, post = (spectrum_metrics(eigs=spectra[site]) for site in self.sites)
         bound = min(pre.eigs.shape[-1], n - 1)
         return NerveResult(
@@ -371,11 +371,12 @@ class NerveReducer(Reducer):
         )
 
     def _spectra(self, site: str, n: int) -> Float[Tensor, "layers width"]:
-        assert self.layers is not None
-        if self._capacity is None:
-            eigs = [eigvalsh_batched(self._covariances.pop((site, layer)).covariance) for layer in self.layers]
-        else:
-            eigs = [_eigenvalues_of_rows(self._rows.pop((site, layer))[:n]) for layer in self.layers]
+        def spectrum(layer: int) -> Tensor:
+            if self._capacity is None:
+                return eigvalsh_batched(self._covariances.pop((site, layer)).covariance)
+            return _eigenvalues_of_rows(self._rows.pop((site, layer))[:n])
+
+        eigs = each_on_one_core(spectrum, self.layers)
         width = max(len(e) for e in eigs)
         return torch.stack([nn.functional.pad(e, (0, width - len(e))) for e in eigs])
 

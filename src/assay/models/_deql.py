@@ -53,10 +53,11 @@ def _row_products(A: csr_matrix) -> np.ndarray:
 
 def _cholesky_in_place(A: np.ndarray) -> np.ndarray:
     """The lower factor of a symmetric matrix in the same memory; the triangle above it is left undefined."""
-    (potrf,) = get_lapack_funcs(("potrf",), (A,))
-    factor, info = potrf(A.T, lower=True, overwrite_a=True, clean=False)
-    if info:
-        raise InputError("R is numerically singular at this setting: raise l2 (or p), or use dtype='float64'")
+    lange, potrf, pocon = get_lapack_funcs(("lange", "potrf", "pocon"), (A,))
+    size = lange("1", A.T)
+    factor, failed = potrf(A.T, lower=True, overwrite_a=True, clean=False)
+    if failed or pocon(factor, size, uplo="L")[0] < np.finfo(A.dtype).eps:
+        raise InputError(f"R is numerically singular in {A.dtype} at this setting: raise l2 (or p)")
     return cast(np.ndarray, factor)
 
 
@@ -146,7 +147,7 @@ class _Gram:
                 self.kept, gram = gram, gram.copy()
             inverse = _ItemSide(gram, added)
         if not (inverse.diagonal > 0).all():
-            raise InputError("R is numerically singular at this setting: raise l2 (or p), or use dtype='float64'")
+            raise InputError(f"R is numerically singular in {added.dtype} at this setting: raise l2 (or p)")
         return inverse
 
 
@@ -296,6 +297,7 @@ class _LinearItemModel(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):  
     def __sklearn_tags__(self) -> Tags:
         tags = super().__sklearn_tags__()
         tags.input_tags.sparse = True
+        tags.transformer_tags.preserves_dtype = [self.dtype]
         return tags
 
 
@@ -640,4 +642,6 @@ def ndcg_at_k(held_out: Interactions, ranked: Int[np.ndarray, "users n_ranked"],
 
 
 def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    return np.divide(part, whole, out=np.full(len(part), np.nan), where=whole > 0)
+    ratio = np.full(len(part), np.nan)
+    np.divide(part, whole, out=ratio, where=whole > 0)
+    return ratio

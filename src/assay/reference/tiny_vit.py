@@ -2,7 +2,7 @@
 
 `ViTForImageClassification` with 4 layers of 4 heads, width 64 and 136,138 parameters, trained from scratch by
 `scripts/make_tiny_vit.py` on three of every four of the 1,797 digits (8 by 8 pixels, patches of 2 by 2); it names
-@ACC@ % of the fourth ones rightly. Layers, heads and channels are counted from 0.
+98.4 % of the fourth ones rightly. Layers, heads and channels are counted from 0.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GROUND_TRUTH: dict[str, tuple[int, int]] = {
 }
 
 #: SHA-256 of the shipped `model.safetensors`.
-WEIGHTS_SHA256 = "@SHA@"
+WEIGHTS_SHA256 = "e9234736b77cf22e5ecaeffa27074f9d1515b20845d17b8639b976cb31a193c6"
 
 
 def load() -> Path:

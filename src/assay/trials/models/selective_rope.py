@@ -114,9 +114,12 @@ def prepare(source: str, *, seed: int, budget: Budget) -> _Data:
         if task.vocab > _MAX_VOCAB:
             raise InputError(f"{source} has {task.vocab} different tokens: this trial takes up to {_MAX_VOCAB}")
         order = rng(seed, "split").permutation(usable)
-        keep, test = order[len(order) // 5 :], order[: len(order) // 5]
-        train, held = (SequenceTask(task.tokens[i], task.targets[i], task.mask[i], task.vocab) for i in (keep, test))
-        running = _running(train, held, length, **how)
+        held = len(order) // 5
+        train, test = (
+            SequenceTask(task.tokens[i], task.targets[i], task.mask[i], task.vocab)
+            for i in (order[held:], order[:held])
+        )
+        running = _running(train, test, length, **how)
         for multiple, part in running.test.items():
             if not part.mask.any():
                 raise InputError(f"{source} scores nothing at {multiple} times the training length of {length} tokens")

@@ -1,0 +1,165 @@
+"""Do levels that are optimal for the block size cost a checkpoint less than NF4, AF4 and rounding?"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from assay.compress import Codebook, af4_codebook, bof4, nf4_codebook, rtn_codebook, solve_codebook
+from assay.core.errors import CheckpointError
+from assay.reference import PREFIX, builtin
+from assay.reference._text import sample
+from assay.trials import Arm, Metric, Trial
+from assay.trials._trial import Budget, Measured
+
+BLOCK = 64
+
+# From the weights at hand to the levels that an arm uses for them.
+Levels = Callable[[Tensor], Codebook]
+
+
+@dataclass(frozen=True)
+class Data:
+    """What all arms of one seed share.
+
+    Attributes:
+        model: the checkpoint, float32; an arm works on a copy.
+        rows: for each module's name, which rows of its weight the error is measured on: half, drawn at random, so
+            that the spread over seeds says how far the error depends on which weights were looked at.
+        windows: token ids of the text windows, [windows, tokens].
+        reference: the unquantised model's log-probabilities, [windows, tokens, vocabulary].
+        draws: weights from known laws, by name.
+    """
+
+    model: nn.Module
+    rows: dict[str, Tensor]
+    windows: Tensor
+    reference: Tensor
+    draws: dict[str, Tensor]
+
+
+def prepare(source: str, *, seed: int, budget: Budget) -> Data:
+    """Loads the checkpoint and draws text windows, weight rows and random weights.
+
+    Args:
+        source: "builtin:tiny-lm" or the directory of a causal language model.
+        seed: what is drawn.
+        budget: "windows", "tokens" and "draws".
+
+    Raises:
+        CheckpointError: the model or its tokenizer cannot be loaded.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = builtin(source).load() if str(source).startswith(PREFIX) else Path(source)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True).eval()
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be loaded as a causal language model: {error}") from error
+    rng = np.random.default_rng(seed)
+    ids = torch.tensor(tokenizer(sample("prose"), verbose=False)["input_ids"])
+    longest = getattr(model.config, "max_position_embeddings", None) or budget["tokens"]
+    length = min(budget["tokens"], longest, len(ids) // 2)
+    starts = torch.from_numpy(rng.choice(len(ids) - length, size=budget["windows"], replace=False))
+    windows = ids[starts[:, None] + torch.arange(length)]
+    half = {
+        name: torch.from_numpy(rng.permutation(len(module.weight))[: max(1, len(module.weight) // 2)])
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    n = budget["draws"]
+    draws = {
+        "Gaussian": torch.from_numpy(rng.standard_normal(n)).float(),
+        "Student-t": torch.from_numpy(rng.standard_t(5, n) / np.sqrt(5 / 3)).float(),
+    }
+    return Data(model, half, windows, _log_probabilities(model, windows), draws)
+
+
+@torch.no_grad()
+def _log_probabilities(model: nn.Module, windows: Tensor) -> Tensor:
+    parts = [model(batch).logits.float().log_softmax(-1) for batch in windows.split(8)]
+    return torch.cat(parts)
+
+
+def _run(data: Data, levels: Levels, opq: float | None, *, seed: int, budget: Budget) -> Measured:
+    measured: Measured = {}
+    for law, w in data.draws.items():
+        _, cost = bof4(w, codebook=levels(w), block_size=BLOCK, opq=opq)
+        measured[f"{law} error"] = cost.relative_error
+        measured[f"{law} bits"] = cost.bits_per_weight
+    book = levels(_weights(data.model))
+    packed, cost = bof4(copy.deepcopy(data.model), codebook=book, block_size=BLOCK, opq=opq)
+    squared = absolute = energy = magnitude = 0.0
+    for layer in cost.layers:
+        rows = data.rows[layer.name]
+        exact = data.model.get_submodule(layer.name).weight.detach()[rows].double()
+        gap = packed.get_submodule(layer.name).packed.dequantize()[rows].double() - exact
+        squared += gap.square().sum().item()
+        absolute += gap.abs().sum().item()
+        energy += exact.square().sum().item()
+        magnitude += exact.abs().sum().item()
+    log_q = _log_probabilities(packed, data.windows)
+    log_p = data.reference
+    loss = -log_q[:, :-1].gather(-1, data.windows[:, 1:, None]).double().mean()
+    return measured | {
+        "weight error": squared / energy,
+        "weight MAE": absolute / magnitude,
+        "bits": cost.bits_per_weight,
+        "logit KL": (log_p.exp() * (log_p - log_q)).sum(-1).double().mean().item(),
+        "perplexity": loss.exp().item(),
+    }
+
+
+def _weights(model: nn.Module) -> Tensor:
+    """Weights of all linear layers but the head, at most some four million, whole rows from each layer."""
+    layers = [m.weight.detach() for n, m in model.named_modules() if type(m) is nn.Linear and n != "lm_head"]
+    stride = max(1, sum(w.numel() for w in layers) // 2**22)
+    return torch.cat([w[::stride].reshape(-1) for w in layers])
+
+
+def _arm(name: str, levels: Levels, opq: float | None, about: str) -> Arm:
+    run: Any = partial(_run, levels=levels, opq=opq)
+    return Arm(name, run, about)
+
+
+TRIAL = Trial(
+    slug="bof4",
+    question="At the same size, do BOF4's levels damage weights and predictions less than NF4, AF4 and rounding?",
+    subject="checkpoint",
+    builtin="builtin:tiny-lm",
+    prepare=prepare,
+    arms=(
+        _arm("bof4-s+opq", lambda w: solve_codebook(BLOCK), 0.95, "signed blocks, outliers apart in 16 bits"),
+        _arm("bof4-s", lambda w: solve_codebook(BLOCK), None, "signed blocks"),
+        _arm("bof4", lambda w: solve_codebook(BLOCK, signed=False), None, "blocks by largest magnitude"),
+        _arm("bof4-s fitted", lambda w: solve_codebook(BLOCK, data=w), None, "levels fitted to the weights"),
+        _arm("nf4", lambda w: nf4_codebook(), None, "QLoRA's normal-quantile levels"),
+        _arm("nf4+opq", lambda w: nf4_codebook(), 0.95, "NF4 with outliers apart in 16 bits"),
+        _arm("af4", lambda w: af4_codebook(BLOCK, zero_aware=True), None, "AF4, solved with its zero in place"),
+        _arm("rtn", lambda w: rtn_codebook("signed"), None, "even steps, largest weight with its sign (Q4_0)"),
+    ),
+    metrics=(
+        Metric("weight error", "lower", "", "squared error of the model's weights over their energy"),
+        Metric("logit KL", "lower", "nat", "KL(unquantised ‖ quantised) per token of held-out text"),
+        Metric("weight MAE", "lower", "", "absolute error of the model's weights over their mean magnitude"),
+        Metric("Gaussian error", "lower", "", "squared error of normal weights over their energy"),
+        Metric("Student-t error", "lower", "", "the same for heavy tails (5 degrees of freedom)"),
+        Metric("bits", "lower", "bit", "stored bits per weight of the model, constants and outliers included"),
+        Metric("Gaussian bits", None, "bit", "stored bits per normal weight"),
+        Metric("Student-t bits", None, "bit", "stored bits per heavy-tailed weight"),
+        Metric("perplexity", None, "", "of the held-out text; differences are within noise on small models"),
+    ),
+    budgets={
+        "quick": {"windows": 16, "tokens": 128, "draws": 2**18, "seeds": 2},
+        "full": {"windows": 64, "tokens": 256, "draws": 2**20, "seeds": 8},
+    },
+)
