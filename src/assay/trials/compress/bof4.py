@@ -22,9 +22,6 @@ from assay.trials._trial import Budget, Measured
 
 BLOCK = 64
 
-# From the weights at hand to the levels that an arm uses for them.
-Levels = Callable[[Tensor], Codebook]
-
 
 @dataclass(frozen=True)
 class Data:
@@ -90,13 +87,13 @@ def _log_probabilities(model: nn.Module, windows: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def _run(data: Data, levels: Levels, opq: float | None, *, seed: int, budget: Budget) -> Measured:
+def _run(data: Data, levels: Callable[[], Codebook], opq: float | None, *, seed: int, budget: Budget) -> Measured:
     measured: Measured = {}
+    book = levels()
     for law, w in data.draws.items():
-        _, cost = bof4(w, codebook=levels(w), block_size=BLOCK, opq=opq)
+        _, cost = bof4(w, codebook=book, block_size=BLOCK, opq=opq)
         measured[f"{law} error"] = cost.relative_error
         measured[f"{law} bits"] = cost.bits_per_weight
-    book = levels(_weights(data.model))
     packed, cost = bof4(copy.deepcopy(data.model), codebook=book, block_size=BLOCK, opq=opq)
     squared = absolute = energy = magnitude = 0.0
     for layer in cost.layers:
@@ -119,14 +116,7 @@ def _run(data: Data, levels: Levels, opq: float | None, *, seed: int, budget: Bu
     }
 
 
-def _weights(model: nn.Module) -> Tensor:
-    """Weights of all linear layers but the head, at most some four million, whole rows from each layer."""
-    layers = [m.weight.detach() for n, m in model.named_modules() if type(m) is nn.Linear and n != "lm_head"]
-    stride = max(1, sum(w.numel() for w in layers) // 2**22)
-    return torch.cat([w[::stride].reshape(-1) for w in layers])
-
-
-def _arm(name: str, levels: Levels, opq: float | None, about: str) -> Arm:
+def _arm(name: str, levels: Callable[[], Codebook], opq: float | None, about: str) -> Arm:
     run: Any = partial(_run, levels=levels, opq=opq)
     return Arm(name, run, about)
 
@@ -138,14 +128,13 @@ TRIAL = Trial(
     builtin="builtin:tiny-lm",
     prepare=prepare,
     arms=(
-        _arm("bof4-s+opq", lambda w: solve_codebook(BLOCK), 0.95, "signed blocks, outliers apart in 16 bits"),
-        _arm("bof4-s", lambda w: solve_codebook(BLOCK), None, "signed blocks"),
-        _arm("bof4", lambda w: solve_codebook(BLOCK, signed=False), None, "blocks by largest magnitude"),
-        _arm("bof4-s fitted", lambda w: solve_codebook(BLOCK, data=w), None, "levels fitted to the weights"),
-        _arm("nf4", lambda w: nf4_codebook(), None, "QLoRA's normal-quantile levels"),
-        _arm("nf4+opq", lambda w: nf4_codebook(), 0.95, "NF4 with outliers apart in 16 bits"),
-        _arm("af4", lambda w: af4_codebook(BLOCK, zero_aware=True), None, "AF4, solved with its zero in place"),
-        _arm("rtn", lambda w: rtn_codebook("signed"), None, "even steps, largest weight with its sign (Q4_0)"),
+        _arm("bof4-s+opq", partial(solve_codebook, BLOCK), 0.95, "signed blocks, outliers apart in 16 bits"),
+        _arm("bof4-s", partial(solve_codebook, BLOCK), None, "signed blocks"),
+        _arm("bof4", partial(solve_codebook, BLOCK, signed=False), None, "blocks by largest magnitude"),
+        _arm("nf4", nf4_codebook, None, "QLoRA's normal-quantile levels"),
+        _arm("nf4+opq", nf4_codebook, 0.95, "NF4 with outliers apart in 16 bits"),
+        _arm("af4", partial(af4_codebook, BLOCK, zero_aware=True), None, "AF4, solved with its zero in place"),
+        _arm("rtn", rtn_codebook, None, "even steps, largest weight with its sign (Q4_0)"),
     ),
     metrics=(
         Metric("weight error", "lower", "", "squared error of the model's weights over their energy"),
