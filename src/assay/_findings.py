@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from assay.lens import NerveResult, RopeHeadsResult, StabilityCurve
 
 MAX_FINDINGS = 6
-_ORDER = {"warning": 0, "note": 1, "good": 2}
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def find(
         found += _of_stability(name, stability)
     if loss is not None:
         found += _of_loss(name, loss)
-    found.sort(key=lambda f: _ORDER[f.level])
+    found.sort(key=lambda f: f.level != "warning")
     return tuple(found[:MAX_FINDINGS])
 
 

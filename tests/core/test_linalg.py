@@ -42,7 +42,7 @@ def test_cholesky_of_any_rank_gives_a_finite_factor(n, rows, damping, seed, sing
     assert torch.isfinite(r.factor).all()
     assert torch.equal(r.factor, r.factor.tril())
     assert (r.factor.diagonal() > 0).all()
-    expected = H + r.damping * torch.eye(n)
+    expected = H + r.damping * torch.eye(n, dtype=dtype)
     expected.diagonal()[r.dead] = r.factor.diagonal()[r.dead] ** 2
     close(r.factor @ r.factor.T, expected, 20 * n * torch.finfo(dtype).eps)
 

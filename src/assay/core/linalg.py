@@ -69,7 +69,7 @@ def damped_cholesky(H: Float[Tensor, "*batch n n"], damping: float = 0.01) -> Ch
     stand_in = torch.where(n_live > 0, mean_live, 1.0)
     added = damping * mean_live
 
-    matrix = H.masked_fill(dead[..., None] | dead[..., None, :], 0.0)
+    matrix = H.masked_fill(dead[..., None] | dead[..., None, :], 0.0) if bool(dead.any()) else H.clone()
     matrix.diagonal(dim1=-2, dim2=-1).add_(torch.where(dead, stand_in[..., None], added[..., None]))
     factor, info = torch.linalg.cholesky_ex(matrix)
     n_clipped = torch.zeros(H.shape[:-2], dtype=torch.int64, device=H.device)
@@ -239,6 +239,9 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _finite(x: Tensor, name: str) -> Tensor:
+    # A finite sum has finite terms; only a doubtful one is worth a mask.
+    if bool(torch.isfinite(x.sum())):
+        return x
     bad = int((~torch.isfinite(x)).sum())
     if bad:
         raise InputError(
@@ -248,14 +251,14 @@ def _finite(x: Tensor, name: str) -> Tensor:
 
 
 def _symmetric(x: Tensor, name: str) -> Tensor:
-    """The matrix in float32 or float64, exactly symmetric."""
+    """The matrix in float32 or float64, found symmetric; LAPACK then reads its lower triangle only."""
     if x.ndim < 2 or x.shape[-1] != x.shape[-2]:
         raise InputError(f"{name} has shape {tuple(x.shape)}: give a square matrix")
     loose = 4 * torch.finfo(x.dtype).eps ** 0.5 if x.dtype.is_floating_point else 0.0
     x = _finite(_wide(x), name)
-    if x.numel() and bool(((x - x.mT).abs().amax((-2, -1)) > loose * x.abs().amax((-2, -1))).any()):
+    if x.numel() and bool(((x - x.mT).abs_().amax((-2, -1)) > loose * x.abs().amax((-2, -1))).any()):
         raise InputError(f"{name} is not symmetric: give XᵀX or a covariance")
-    return (x + x.mT) / 2
+    return x
 
 
 def _rounding(n: int, dtype: torch.dtype) -> float:

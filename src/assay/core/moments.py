@@ -285,10 +285,11 @@ class Mean:
 
     def _join(self, n: Tensor, bad: Tensor, mean: Tensor, scatter: Tensor, low: Tensor, high: Tensor) -> None:
         n, bad, mean, scatter, low, high = (t.to(self._n.device) for t in (n, bad, mean, scatter, low, high))
-        total = (self._n + n).clamp(min=1)
         delta = mean - self._mean
-        self._scatter = self._scatter + scatter + delta.square() * (self._n / total * n)
-        self._mean = self._mean + delta * (n / total)
+        # Integers divided by integers would be float32.
+        share = n.double() / (self._n + n).clamp(min=1)
+        self._scatter = self._scatter + scatter + delta.square() * (self._n * share)
+        self._mean = self._mean + delta * share
         self._n = self._n + n
         self._n_nonfinite = self._n_nonfinite + bad
         self._min, self._max = torch.minimum(self._min, low), torch.maximum(self._max, high)
@@ -394,7 +395,7 @@ class TopK:
         self._values: Tensor | None = None
         self._ids: Tensor | None = None
 
-    def update(self, values: Num[Tensor, "*n"], ids: Integer[Tensor, "*n *width"]) -> None:
+    def update(self, values: Num[Tensor, "*n"], ids: Integer[Tensor, "*n_width"]) -> None:
         """Take values in.
 
         Args:

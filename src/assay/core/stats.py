@@ -191,12 +191,11 @@ def effect_size(a: ArrayLike, b: ArrayLike | None = None) -> float:
         d = d - other
     if d.size < 3:
         return float("nan")
-    sd = float(d.std(ddof=1))
-    if _negligible(sd, d):
+    if _constant(d, np.abs(d).max()):
         return 0.0 if d.mean() == 0 else float(np.copysign(np.inf, d.mean()))
     df = d.size - 1
     correction = np.exp(gammaln(df / 2) - gammaln((df - 1) / 2)) / np.sqrt(df / 2)
-    return float(correction * d.mean() / sd)
+    return float(correction * d.mean() / d.std(ddof=1))
 
 
 def pearson(x: ArrayLike, y: ArrayLike, *, level: float = 0.95) -> Interval:
@@ -223,7 +222,7 @@ def pearson(x: ArrayLike, y: ArrayLike, *, level: float = 0.95) -> Interval:
         raise InputError("x has 1 value: a correlation needs at least two pairs")
     _check_level(level)
     nan = float("nan")
-    if _negligible(float(u.std()), u) or _negligible(float(v.std()), v):
+    if _constant(u, np.abs(u).max()) or _constant(v, np.abs(v).max()):
         return Interval(nan, nan, nan, level, u.size, "none")
     # Scaled before the product, so that values near the ends of float64 neither overflow nor vanish.
     u, v = u - u.mean(), v - v.mean()
@@ -255,9 +254,9 @@ def _check_level(level: float) -> None:
         raise InputError(f"level is {level}: give a confidence level between 0 and 1, such as 0.95")
 
 
-def _negligible(spread: float, values: Float[np.ndarray, "n"]) -> bool:
-    """Whether a standard deviation is nothing but the rounding of equal values."""
-    return bool(spread <= 4 * np.finfo(np.float64).eps * np.abs(values).max())
+def _constant(values: Float[np.ndarray, "n"], size: float) -> bool:
+    """Whether values differ by no more than the rounding of numbers of this size."""
+    return bool(np.ptp(values) <= 8 * np.finfo(np.float64).eps * size)
 
 
 def _ratio_of_sums(
@@ -285,7 +284,7 @@ def _ratio_of_sums(
     residual = top - estimate * bottom
     if n < 2:
         return Interval(estimate, float("nan"), float("nan"), level, n, "none")
-    if _negligible(float(residual.std()), top):
+    if _constant(residual, np.abs(top).max()):
         return Interval(estimate, estimate, estimate, level, n, "t")
     se = float(np.sqrt(n / (n - 1) * (residual @ residual)) / bottom.sum())
     scale = se / estimate if log else se  # standard error of log R by the delta method

@@ -228,24 +228,21 @@ class Verdict(Result):
         place = f"On {self.source}, over {_plural(len(self.seeds), 'seed')}"
         if metric is None:
             return f"{place}, {self.method} was measured, and no metric of this trial has a direction to judge by."
-        parts = []
-        for c in self.comparisons:
-            if c.metric != metric.name:
-                continue
-            d = c.difference
-            if c.word in ("better", "worse") and d is not None:
-                unit = f" {metric.unit}" if metric.unit else ""
-                parts.append(
-                    f"{c.word} than {c.baseline} (by {format_value(abs(d.mean))}{unit}, {100 * self.level:g} % interval "
-                    f"of the difference {format_value(d.low)} to {format_value(d.high)})"
-                )
-            elif c.word == "not measured":
-                parts.append(f"not measured against {c.baseline} ({c.why})")
-            else:
-                parts.append(f"not shown to differ from {c.baseline}" + (f" ({c.why})" if c.why else ""))
-        *most, last = parts or ["measured without a baseline"]
-        told = f"{', '.join(most)} and {last}" if most else last
-        return f"{place}, {self.method} is {told} on {metric.name}."
+        mine = [c for c in self.comparisons if c.metric == metric.name]
+        unit = f" {metric.unit}" if metric.unit else ""
+        parts = [
+            f"{c.word} than {c.baseline} (difference {format_value(c.difference.mean)}{unit}, "
+            f"{100 * self.level:g} % interval {format_value(c.difference.low)} to {format_value(c.difference.high)})"
+            for word in ("better", "worse")
+            for c in mine
+            if c.word == word and c.difference is not None
+        ]
+        ties = [c.baseline for c in mine if c.word == "no difference shown"]
+        if ties:
+            why = f" ({mine[0].why})" if len(self.seeds) == 1 else ""
+            parts.append(f"not shown to differ from {_listed(ties)}{why}")
+        parts += [f"not measured against {c.baseline} ({c.why})" for c in mine if c.word == "not measured"]
+        return f"{place}, {self.method} is {_listed(parts or ['measured without a baseline'])} on {metric.name}."
 
     def figure(self) -> Figure:
         """One panel a metric: every arm's seeds as points, its mean and interval as a bar."""
@@ -420,6 +417,11 @@ def _with_interval(i: Interval) -> str:
     if not math.isfinite(i.low):
         return format_value(i.mean)
     return f"{format_value(i.mean)} [{format_value(i.low)}, {format_value(i.high)}]"
+
+
+def _listed(parts: Sequence[str]) -> str:
+    *most, last = parts
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def _plural(n: int, word: str) -> str:

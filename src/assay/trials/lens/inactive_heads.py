@@ -120,6 +120,6 @@ TRIAL = Trial(
     ),
     budgets={
         "quick": {"seeds": 3, "context": 128, "calibration": 16, "evaluation": 24},
-        "full": {"seeds": 8, "context": 128, "calibration": 64, "evaluation": 128},
+        "full": {"seeds": 8, "context": 128, "calibration": 64, "evaluation": 96},
     },
 )

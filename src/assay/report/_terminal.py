@@ -1,0 +1,72 @@
+"""Results in the terminal, a screen at most."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table as Grid
+from rich.text import Text
+
+from assay.core.results import Table, format_value
+from assay.examine import Examination
+
+if TYPE_CHECKING:
+    from assay.trials import TrialRun
+
+_MARKS = {"warning": ("!", "bold red"), "note": ("•", "cyan"), "good": ("✓", "green")}
+_WORDS = {"better": "green", "worse": "red"}
+
+
+def print_examination(examination: Examination, console: Console | None = None) -> None:
+    """The model in a line, the findings with their figures and commands, and what was left out."""
+    console = console or Console()
+    m = examination.model
+    shape = [f"{m.parameters / 1e6:,.1f} M parameters"]
+    if m.n_layers is not None:
+        shape.append(f"{m.n_layers} layers × {m.n_heads} heads")
+    shape.append(f"{m.stored_dtype} on disk, run in {m.dtype}")
+    console.print(Text.assemble((m.name, "bold"), f"  {m.architecture}, {', '.join(shape)}"))
+    s = examination.settings
+    if s["tokens"]:
+        console.print(f"{s['tokens']:,} tokens of text in windows of {s['context']}, level {s['level']}\n")
+    else:
+        console.print(f"level {s['level']}\n")
+    for f in examination.findings:
+        mark, style = _MARKS[f.level]
+        console.print(Text.assemble((f"{mark} ", style), f.sentence))
+        low, high = format_value(f.low), format_value(f.high)
+        figure = f"{format_value(f.number)} {f.unit}".strip()
+        interval = f" [{low}, {high}]" if f.low is not None else ""
+        console.print(Padding(Text(f"{figure}{interval}: {f.uncertainty}", style="dim"), (0, 0, 0, 2)))
+        console.print(Padding(Text(f"$ {f.command}", style="bold"), (0, 0, 0, 2)), soft_wrap=True)
+    for skipped in examination.skipped:
+        console.print(Text(f"– {skipped.section}: not measured, {skipped.reason}", style="dim"))
+    total = sum(v for k, v in examination.seconds.items())
+    console.print(Text(f"\n{total:.0f} s, peak memory {examination.peak_memory / 2**30:.2f} GiB", style="dim"))
+
+
+def print_trial(run: TrialRun, console: Console | None = None) -> None:
+    """The question, the arms, the verdict and the cost."""
+    console = console or Console()
+    verdict = run.verdict
+    console.print(Text(verdict.question, style="bold"))
+    console.print(f"{verdict.slug} on {verdict.source}, budget {verdict.budget}, {len(verdict.seeds)} seeds\n")
+    for table in (verdict.arms_table(), verdict.table(), verdict.cost_table()):
+        if len(table):
+            console.print(_grid(table))
+    for arm in verdict.arms:
+        for failure in arm.failures:
+            console.print(Text(f"{arm.name} failed: {failure}", style="red"))
+    console.print(Text(verdict.sentence(), style="bold"))
+
+
+def _grid(table: Table) -> Grid:
+    grid = Grid(title=table.title or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for i, column in enumerate(table.columns):
+        numbers = all(isinstance(row[i], int | float) for row in table.rows)
+        grid.add_column(column.heading, justify="right" if numbers else "left", overflow="fold")
+    for row in table.formatted():
+        grid.add_row(*(Text(cell, style=_WORDS.get(cell, "")) for cell in row))
+    return grid
