@@ -359,6 +359,7 @@ def examine(
     """
     wanted = _wanted(only)
     effort = EFFORTS[level]
+    _check_device(device)
     start = time.perf_counter()
     progress(0, None, "load")
     images: Tensor | None = None
@@ -442,6 +443,13 @@ def _context_limit(config: dict[str, Any]) -> int | None:
                 # RoBERTa counts its positions from the padding index on.
                 return value - 2 if config.get("model_type") == "roberta" else value
     return None
+
+
+def _check_device(device: str | torch.device) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise InputError(f"--device {device} cannot be used here: {str(error).splitlines()[0]}") from error
 
 
 def _check_context(config: dict[str, Any], context: int | None) -> None:

@@ -79,8 +79,8 @@ def test_a_failing_arm_is_shown_and_does_not_end_the_trial():
     failures = {(c.arm, c.seed): c.failure for c in run.cells}
     assert failures["good", 1] is None
     assert failures["failing", 0] is None
-    assert failures["failing", 1] == "ZeroDivisionError: no luck with this one"
-    assert failures["short", 0] == "ValueError: the arm returned no size and no error"
+    assert failures["failing", 1].startswith("ZeroDivisionError: no luck with this one (fake_trials.py, line ")
+    assert failures["short", 0].startswith("ValueError: the arm returned no size and no error")
     assert failures["refusing", 0] == "this arm wants more data"
     assert failures["dying", 0] == "the process ended with status 7: about to go"
     words = {(c.metric, c.baseline): c.word for c in run.verdict.comparisons}
@@ -112,7 +112,7 @@ def test_an_arm_has_one_thread_and_an_empty_standard_input():
 def test_data_that_cannot_be_prepared_end_the_trial(name, message):
     with pytest.raises(AssayError) as caught:
         run_trial(f"{FAKE}:{name}", seeds=1)
-    assert str(caught.value) == message
+    assert str(caught.value).startswith(message)
 
 
 def _start_pausing(tmp_path, *more):

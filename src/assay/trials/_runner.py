@@ -14,7 +14,7 @@ from collections.abc import Generator
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import psutil
 
@@ -272,59 +272,62 @@ class _Record:
 class _Child:
     job: dict[str, Any]
     process: subprocess.Popen[bytes]
-    reply: Path
-    log: Path
+    reply: IO[bytes]
+    log: IO[bytes]
 
 
 def _run_all(jobs: list[dict[str, Any]], workers: int) -> Generator[Cell]:
     """Run the jobs, at most `workers` at once, and give each cell as it finishes."""
     waiting = list(reversed(jobs))
     running: list[_Child] = []
-    with tempfile.TemporaryDirectory(prefix="assay-trial-", ignore_cleanup_errors=True) as folder:
-        try:
-            while waiting or running:
-                while waiting and len(running) < workers:
-                    running.append(_start(waiting.pop(), Path(folder), len(waiting)))
-                ended = [c for c in running if c.process.poll() is not None]
-                if not ended:
-                    time.sleep(_POLL_SECONDS)
-                for child in ended:
-                    running.remove(child)
-                    assert child.process.stdin is not None
-                    child.process.stdin.close()
-                    yield _cell(child)
-        finally:
-            for child in running:
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                running.append(_start(waiting.pop()))
+            ended = [c for c in running if c.process.poll() is not None]
+            if not ended:
+                time.sleep(_POLL_SECONDS)
+            for child in ended:
+                running.remove(child)
+                with child.reply, child.log, _input_of(child.process):
+                    cell = _cell(child)
+                yield cell
+    finally:
+        for child in running:
+            with child.reply, child.log, _input_of(child.process):
                 _end(child.process)
 
 
-def _start(job: dict[str, Any], folder: Path, number: int) -> _Child:
-    reply, log = folder / f"{number}.json", folder / f"{number}.log"
-    environment = os.environ | dict.fromkeys(_ONE_THREAD, "1") | {"PYTHONHASHSEED": "0"}
-    with log.open("wb") as stream:
-        process = subprocess.Popen(
-            [sys.executable, "-c", "from assay.trials._worker import main; main()"],
-            stdin=subprocess.PIPE,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            # An interrupt from the keyboard reaches this process only, which then ends its children itself.
-            start_new_session=True,
-        )
+def _input_of(process: subprocess.Popen[bytes]) -> IO[bytes]:
     assert process.stdin is not None
-    request = job | {"path": sys.path, "reply": str(reply)}
+    return process.stdin
+
+
+def _start(job: dict[str, Any]) -> _Child:
+    # Files without a name: nothing is left behind even where this process is killed.
+    reply, log = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from assay.trials._worker import main; main()"],
+        stdin=subprocess.PIPE,
+        stdout=reply,
+        stderr=log,
+        bufsize=0,
+        env=os.environ | dict.fromkeys(_ONE_THREAD, "1") | {"PYTHONHASHSEED": "0"},
+        # An interrupt from the keyboard reaches this process only, which then ends its children itself.
+        start_new_session=True,
+    )
+    request = job | {"path": sys.path}
     # A child that died at the start is told by its exit status and log.
     with suppress(BrokenPipeError):
-        process.stdin.write(json.dumps(request).encode() + b"\n")
-        process.stdin.flush()
+        _input_of(process).write(json.dumps(request).encode() + b"\n")
     return _Child(job, process, reply, log)
 
 
 def _cell(child: _Child) -> Cell:
     job = child.job
     try:
-        reply = json.loads(child.reply.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        reply = json.loads(_text(child.reply))
+    except ValueError:
         return Cell(job["arm"], job["seed"], {}, failure=_death(child))
     if reply["stage"] == "run":
         return Cell(job["arm"], job["seed"], {}, failure=reply["message"])
@@ -335,13 +338,18 @@ def _cell(child: _Child) -> Cell:
     return Cell(job["arm"], job["seed"], metrics, reply["seconds"], reply["peak_mib"], reply["peak_rss_mib"])
 
 
+def _text(stream: IO[bytes]) -> str:
+    stream.seek(0)
+    return stream.read().decode("utf-8", errors="replace")
+
+
 def _death(child: _Child) -> str:
     """What is known of a process that ended without a reply."""
     status = child.process.returncode
     how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
     if status == -9:
         how += " (out of memory?)"
-    lines = child.log.read_text(encoding="utf-8", errors="replace").split("\n")
+    lines = _text(child.log).split("\n")
     said = [line.strip() for line in lines if line.strip()]
     return f"the process {how}" + (f": {said[-1][:200]}" if said else "")
 
@@ -355,5 +363,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         with suppress(psutil.NoSuchProcess):
             member.kill()
     process.wait()
-    assert process.stdin is not None
-    process.stdin.close()

@@ -1,7 +1,8 @@
 """One arm on one seed, in a process of its own that is spoken to in JSON.
 
-The request is one line on standard input: module, attribute, arm, source, seed, budget, path (`sys.path`) and
-reply (the file to write). The process ends when standard input is closed, so that none outlives its runner.
+The request is one line on standard input: module, attribute, arm, source, seed, budget and path (`sys.path`). The
+reply goes to standard output, and what the arm prints to standard error. The process ends when standard input is
+closed, so that none outlives its runner.
 """
 
 from __future__ import annotations
@@ -99,10 +100,12 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
         stage = "run"
         return {"stage": "ok", **_timed(lambda: arm.run(data, **settings), trial)}
     except AssayError as error:
-        return {"stage": stage, "message": _one_line(str(error)), "asked": True, "trace": ""}
+        return {"stage": stage, "message": _one_line(str(error)), "asked": True}
     except Exception as error:
         message = f"{type(error).__name__}: {_one_line(str(error))}".rstrip(": ")
-        return {"stage": stage, "message": message, "asked": False, "trace": traceback.format_exc()}
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        message += f" ({Path(where.filename).name}, line {where.lineno})"
+        return {"stage": stage, "message": message, "asked": False}
 
 
 def _timed(run: Callable[[], dict[str, float]], trial: Trial) -> dict[str, Any]:
@@ -140,11 +143,12 @@ def _end_with(descriptor: int) -> None:
 def main() -> None:
     """Serve the one request on standard input."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The pipe moves away from descriptor 0, so that an arm that reads standard input finds it empty.
-    pipe = os.dup(0)
+    # Both ends move away from 0 and 1: an arm that reads finds nothing, and what it prints goes to standard error.
+    pipe, reply = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
+    os.dup2(2, 1)
     line = b""
     while not line.endswith(b"\n"):
         part = os.read(pipe, 1 << 16)
@@ -154,6 +158,5 @@ def main() -> None:
     threading.Thread(target=_end_with, args=(pipe,), daemon=True).start()
     request = json.loads(line)
     sys.path[:] = request["path"]
-    reply = Path(request["reply"])
-    # The runner reads after this process has ended, so that half a reply only shows where the process was killed.
-    reply.write_text(json.dumps(measure(request)), encoding="utf-8")
+    with os.fdopen(reply, "w", encoding="utf-8") as stream:
+        json.dump(measure(request), stream)

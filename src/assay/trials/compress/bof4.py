@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from assay.compress import Codebook, af4_codebook, bof4, nf4_codebook, rtn_codebook, solve_codebook
+from assay.compress._blockwise import linear_layers, matrix
 from assay.core.errors import CheckpointError
 from assay.reference import PREFIX, builtin
 from assay.reference._text import sample
@@ -21,6 +23,8 @@ from assay.trials import Arm, Metric, Trial
 from assay.trials._trial import Budget, Measured
 
 BLOCK = 64
+# Logits held at a time.
+_LOGITS = 2**24
 
 
 @dataclass(frozen=True)
@@ -29,17 +33,15 @@ class Data:
 
     Attributes:
         model: the checkpoint, float32; an arm works on a copy.
-        rows: for each module's name, which rows of its weight the error is measured on: half, drawn at random, so
+        rows: for each layer's name, which rows of its weight the error is measured on: half, drawn at random, so
             that the spread over seeds says how far the error depends on which weights were looked at.
         windows: token ids of the text windows, [windows, tokens].
-        reference: the unquantised model's log-probabilities, [windows, tokens, vocabulary].
         draws: weights from known laws, by name.
     """
 
     model: nn.Module
     rows: dict[str, Tensor]
     windows: Tensor
-    reference: Tensor
     draws: dict[str, Tensor]
 
 
@@ -69,22 +71,26 @@ def prepare(source: str, *, seed: int, budget: Budget) -> Data:
     starts = torch.from_numpy(rng.choice(len(ids) - length, size=budget["windows"], replace=False))
     windows = ids[starts[:, None] + torch.arange(length)]
     half = {
-        name: torch.from_numpy(rng.permutation(len(module.weight))[: max(1, len(module.weight) // 2)])
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
+        name: torch.from_numpy(rng.permutation(len(matrix(layer)))[: max(1, len(matrix(layer)) // 2)])
+        for name, layer in linear_layers(model, skip=("lm_head",))[0].items()
     }
     n = budget["draws"]
     draws = {
         "Gaussian": torch.from_numpy(rng.standard_normal(n)).float(),
         "Student-t": torch.from_numpy(rng.standard_t(5, n) / np.sqrt(5 / 3)).float(),
     }
-    return Data(model, half, windows, _log_probabilities(model, windows), draws)
+    return Data(model, half, windows, draws)
 
 
 @torch.no_grad()
-def _log_probabilities(model: nn.Module, windows: Tensor) -> Tensor:
-    parts = [model(batch).logits.float().log_softmax(-1) for batch in windows.split(8)]
-    return torch.cat(parts)
+def _on_text(exact: nn.Module, packed: nn.Module, windows: Tensor) -> tuple[float, float]:
+    """KL(exact ‖ packed) and the packed model's loss, per token; few windows at a time where the vocabulary is large."""
+    divergence = loss = 0.0
+    for batch in windows.split(max(1, _LOGITS // (windows.shape[1] * exact.config.vocab_size))):
+        log_p, log_q = (model(batch).logits.float().log_softmax(-1) for model in (exact, packed))
+        loss -= log_q[:, :-1].gather(-1, batch[:, 1:, None]).double().sum().item()
+        divergence += (log_p.exp() * (log_p - log_q)).sum(-1).double().sum().item()
+    return divergence / windows.numel(), loss / windows[:, 1:].numel()
 
 
 def _run(data: Data, levels: Callable[[], Codebook], opq: float | None, *, seed: int, budget: Budget) -> Measured:
@@ -98,21 +104,19 @@ def _run(data: Data, levels: Callable[[], Codebook], opq: float | None, *, seed:
     squared = absolute = energy = magnitude = 0.0
     for layer in cost.layers:
         rows = data.rows[layer.name]
-        exact = data.model.get_submodule(layer.name).weight.detach()[rows].double()
+        exact = matrix(data.model.get_submodule(layer.name))[rows].double()
         gap = packed.get_submodule(layer.name).packed.dequantize()[rows].double() - exact
         squared += gap.square().sum().item()
         absolute += gap.abs().sum().item()
         energy += exact.square().sum().item()
         magnitude += exact.abs().sum().item()
-    log_q = _log_probabilities(packed, data.windows)
-    log_p = data.reference
-    loss = -log_q[:, :-1].gather(-1, data.windows[:, 1:, None]).double().mean()
+    divergence, loss = _on_text(data.model, packed, data.windows)
     return measured | {
         "weight error": squared / energy,
         "weight MAE": absolute / magnitude,
         "bits": cost.bits_per_weight,
-        "logit KL": (log_p.exp() * (log_p - log_q)).sum(-1).double().mean().item(),
-        "perplexity": loss.exp().item(),
+        "logit KL": divergence,
+        "perplexity": math.exp(loss),
     }
 
 
