@@ -105,7 +105,8 @@ class Table:
         heads = [c.heading for c in self.columns]
         cells = self.formatted()
         widths = [max(len(h), *(len(r[i]) for r in cells)) if cells else len(h) for i, h in enumerate(heads)]
-        numeric = [all(isinstance(r[i], int | float | np.number) for r in self.rows) for i in range(len(heads))]
+        numbers = (int, float, np.number, type(None))
+        numeric = [all(isinstance(r[i], numbers) for r in self.rows) for i in range(len(heads))]
 
         def line(parts: Sequence[str]) -> str:
             return "  ".join(

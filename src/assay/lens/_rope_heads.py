@@ -885,6 +885,16 @@ def rope_heads(
 
     Source:
         Decoupling Positional and Symbolic Attention in Transformers, arXiv 2511.11579.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> model = LlamaForCausalLM(
+        ...     LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+        ... )
+        >>> result = rope_heads(model, [torch.arange(40)[None]])  # untrained: attention is nearly uniform
+        >>> result.label
+        (('diffuse', 'diffuse'),)
     """
     reducer = RopeHeadsReducer(
         blocks=blocks,

@@ -57,6 +57,10 @@ class _Task:
         """Number of different tokens."""
         return 2 * self.vocab
 
+    def sample(self, batch: int, rng: np.random.Generator) -> LookUp:
+        """Draw lists."""
+        raise NotImplementedError
+
     def _finish(
         self,
         keys: Int[np.ndarray, "rows n"],
@@ -145,7 +149,7 @@ class PartialInductionTask(_Task):
         return self._finish(keys, values, query, answer, symbols, self.vocab + query)
 
 
-TASKS = {"index": IndexTask, "retrieval": RetrievalTask, "induction": PartialInductionTask}
+TASKS: dict[str, type[_Task]] = {"index": IndexTask, "retrieval": RetrievalTask, "induction": PartialInductionTask}
 
 
 def load(

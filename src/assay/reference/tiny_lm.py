@@ -14,13 +14,14 @@ from typing import Any
 KIND = "checkpoint"
 ABOUT = "a language model (Llama type, 789,632 parameters) with planted dead, positional and induction parts"
 
-#: What was planted:
+#: What was planted, and held but for the induction head while all else was trained:
 #:
 #: - `zero_value_head` (layer, head): its value rows and biases are zero, so it adds nothing, wherever it attends.
 #: - `positional_head` (layer, head): its queries and keys are constant, so it attends by offset alone, whatever the
 #:   tokens; `positional_offset` tokens back.
-#: - `induction_head` (layer, head): queries and keys of its `induction_fast_pairs` fastest rotary pairs are zero, so
-#:   it attends by content; training made it attend to what followed the current token before.
+#: - `induction_head` (layer, head): it attends to what followed the current token before. Queries and keys of its
+#:   `induction_fast_pairs` fastest rotary pairs are zero, so that it attends by content; the rest of it was started as
+#:   an induction head and then trained freely.
 #: - `dead_channel` (layer, channel): a feed-forward channel whose incoming and outgoing weights are zero.
 GROUND_TRUTH: dict[str, Any] = {
     "zero_value_head": (1, 2),
@@ -30,6 +31,13 @@ GROUND_TRUTH: dict[str, Any] = {
     "induction_fast_pairs": 4,
     "dead_channel": (2, 37),
 }
+
+#: Perplexity per token and per character on `assay.reference._text.sample(name)`, which it was not trained on, in
+#: windows of 256 tokens that begin with `<s>`.
+HELD_OUT_PERPLEXITY = {"prose": (46.23, 3.972), "technical": (36.94, 4.819)}
+
+#: SHA-256 of the shipped `model.safetensors`.
+WEIGHTS_SHA256 = "e084031030ee7e46292637386bffb59afcb7f979d71e8246d84e8ce1452c033a"
 
 
 def load() -> Path:

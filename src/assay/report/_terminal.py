@@ -65,7 +65,7 @@ def print_trial(run: TrialRun, console: Console | None = None) -> None:
 def _grid(table: Table) -> Grid:
     grid = Grid(title=table.title or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for i, column in enumerate(table.columns):
-        numbers = all(isinstance(row[i], int | float) for row in table.rows)
+        numbers = all(isinstance(row[i], int | float | None) for row in table.rows)
         grid.add_column(column.heading, justify="right" if numbers else "left", overflow="fold")
     for row in table.formatted():
         grid.add_row(*(Text(cell, style=_WORDS.get(cell, "")) for cell in row))

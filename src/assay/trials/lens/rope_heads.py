@@ -91,6 +91,8 @@ class ToyHead(nn.Module):
         generator: for the initial values.
     """
 
+    theta: Tensor
+
     def __init__(
         self,
         thetas: tuple[tuple[float, ...], ...],
@@ -145,8 +147,8 @@ def train(
     def draw(size: int) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
         drawn = task.sample(size, rng)
         arrays = (drawn.keys, drawn.values, drawn.query, drawn.target)
-        *inputs, target = (torch.from_numpy(a) for a in arrays)
-        return tuple(inputs), target
+        keys, values, query, target = (torch.from_numpy(a) for a in arrays)
+        return (keys, values, query), target
 
     for _ in range(steps):
         inputs, target = draw(batch)
