@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+from scipy.special import stdtrit
 
 from assay.core.stats import Interval, mean_interval
 
@@ -212,15 +213,15 @@ def _of_stability(name: str, stability: StabilityCurve) -> Iterator[Finding]:
     if not usable:
         return
     i = usable[-1]
-    share = float(stability.value[i]) / float(stability.norm2)
-    error = float(stability.stderr[i]) / float(stability.norm2)
+    share, error = float(stability.share[i]), float(stability.share_stderr[i])
+    reach = float(stdtrit(stability.n_windows - 1, 0.975)) * error if stability.n_windows > 1 else math.nan
     yield _finding(
         "noise-stability", "note",
         f"When one token in {1 / (1 - rhos[i]):.0f} is replaced at random, {share:.0%} of the prediction's energy stays "
         "where it was.",
         share, "share", f"assay try noise-stability --on {name}", "stability",
-        Interval(share, share - 1.96 * error, share + 1.96 * error, 0.95, stability.n_pairs, "normal"),
-        f"95 % interval over {stability.n_pairs} pairs of texts",
+        Interval(share, share - reach, share + reach, 0.95, stability.n_windows, "t"),
+        f"95 % interval over {stability.n_windows} windows of text",
     )  # fmt: skip
 
 

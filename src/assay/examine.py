@@ -62,6 +62,7 @@ class Effort:
         schemes: which 4-bit schemes.
         layer_tokens: for the KL of each layer in 4 bits; 0 leaves it out.
         pairs: pairs of windows for noise stability.
+        stability_tokens: tokens in such a window.
         rhos: its correlations.
     """
 
@@ -73,6 +74,7 @@ class Effort:
     schemes: tuple[str, ...]
     layer_tokens: int
     pairs: int
+    stability_tokens: int
     rhos: tuple[float, ...]
 
 
@@ -85,8 +87,9 @@ EFFORTS: dict[str, Effort] = {
         drift_tokens=1024,
         schemes=("bof4-s+opq", "nf4", "rtn"),
         layer_tokens=0,
-        pairs=32,
-        rhos=(0.0, 0.5, 0.9),
+        pairs=24,
+        stability_tokens=64,
+        rhos=(0.5, 0.9),
     ),
     "standard": Effort(
         tokens=8192,
@@ -97,6 +100,7 @@ EFFORTS: dict[str, Effort] = {
         schemes=("bof4-s+opq", "bof4-s", "nf4", "af4", "rtn"),
         layer_tokens=512,
         pairs=128,
+        stability_tokens=128,
         rhos=(0.0, 0.25, 0.5, 0.75, 0.9),
     ),
     "full": Effort(
@@ -108,6 +112,7 @@ EFFORTS: dict[str, Effort] = {
         schemes=("bof4-s+opq", "bof4-s", "bof4", "nf4", "af4", "rtn"),
         layer_tokens=2048,
         pairs=512,
+        stability_tokens=128,
         rhos=(0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95),
     ),
 }
@@ -590,10 +595,15 @@ def _head_map(run: _Run, scores: HeadScores) -> HeadMap:
 
 def _stability(run: _Run) -> StabilityCurve:
     found = run.need_anatomy()
-    rows = run.need_text().input_ids
+    text = run.need_text()
+    rows, tokens = text.input_ids, min(run.effort.stability_tokens, text.input_ids.shape[1])
+    # Windows that begin alike are cut short; others can be cut up into more, which are more independent.
+    short = (
+        rows[:, :tokens] if text.starts_with_bos else rows[:, : rows.shape[1] // tokens * tokens].reshape(-1, tokens)
+    )
     return noise_stability(
         run.model,
-        rows[:, : min(128, rows.shape[1])],
+        short,
         rho=run.effort.rhos,
         kernel="bonami",
         vocab=found.vocab_size,

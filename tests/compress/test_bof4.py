@@ -253,7 +253,7 @@ def test_known_outlier_threshold(block_size, threshold):
 
 def test_quantile_one_finds_no_outlier():
     w = student(3, blocks=500)
-    assert quantize(w, solve_codebook(64), opq=1).n_outliers == 0
+    assert quantize(w, solve_codebook(64), opq=1.0).n_outliers == 0
     assert quantize(w, solve_codebook(64), opq=1.0 - 1e-300).n_outliers == 0
 
 
@@ -438,6 +438,13 @@ def test_types(dtype):
 def test_non_contiguous_weights_are_read_in_their_own_order():
     w = normal(70, 64).T
     assert torch.equal(quantize(w, solve_codebook(64)).codes, quantize(w.contiguous(), solve_codebook(64)).codes)
+
+
+def test_moving_to_another_device():
+    q = quantize(student(3, blocks=20), rtn_codebook("minmax"))
+    before = q.dequantize()
+    assert q.to("meta").codes.device.type == "meta"
+    assert torch.equal(q.to("cpu").dequantize(), before)
 
 
 def test_input_is_left_alone():

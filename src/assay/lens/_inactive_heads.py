@@ -213,9 +213,11 @@ class HeadScoreReducer(Reducer):
             self._add(("aeqd", first), piece.entropy, piece.rows, batch.valid)
 
     def _add(self, key: tuple[str, int], values: Tensor, rows: slice, valid: Tensor | None) -> None:
+        values = values.detach()
         total = values.sum(-1) if valid is None else (values * valid[:, None, rows]).sum(-1)
         self._sums[key] = self._sums[key] + total if key in self._sums else total
 
+    @torch.no_grad()
     def score_layer(self, view: AttentionView, batch: Batch) -> dict[str, Float[Tensor, "batch heads"]]:
         """The scores of one layer's heads; its pattern must have been seen."""
         if self._batch is not batch:

@@ -175,10 +175,8 @@ def spectrum_of_layer(nerve: NerveResult) -> Chart:
 
 def stability_curve(stability: StabilityCurve) -> Chart:
     """Share of the prediction's energy that survives, by correlation."""
-    norm = float(stability.norm2)
-    rho = [float(r) for r in stability.rho]
-    share = [float(v) / norm for v in stability.value]
-    error = [1.96 * float(v) / norm for v in stability.stderr]
+    rho, share = stability.rho.tolist(), stability.share.tolist()
+    error = [1.96 * e if math.isfinite(e) else 0.0 for e in stability.share_stderr.tolist()]
     bars = {"type": "data", "array": error, "thickness": 1.2}
     parts = [f"{b:.0%} at {a:g}" for a, b in zip(rho, share, strict=True)]
     rows = tuple((a, b, b - e, b + e) for a, b, e in zip(rho, share, error, strict=True))

@@ -32,7 +32,7 @@ class Data:
     """What all arms of one seed share.
 
     Attributes:
-        model: the checkpoint, float32; an arm works on a copy.
+        model: the checkpoint, a transformers model in float32; an arm works on a copy.
         rows: for each layer's name, which rows of its weight the error is measured on: half, drawn at random, so
             that the spread over seeds says how far the error depends on which weights were looked at.
         windows: token ids of the text windows, [windows, tokens].
@@ -83,7 +83,7 @@ def prepare(source: str, *, seed: int, budget: Budget) -> Data:
 
 
 @torch.no_grad()
-def _on_text(exact: nn.Module, packed: nn.Module, windows: Tensor) -> tuple[float, float]:
+def _on_text(exact: Any, packed: nn.Module, windows: Tensor) -> tuple[float, float]:
     """KL(exact ‖ packed) and the packed model's loss, per token; few windows at a time where the vocabulary is large."""
     divergence = loss = 0.0
     for batch in windows.split(max(1, _LOGITS // (windows.shape[1] * exact.config.vocab_size))):
