@@ -1,0 +1,3 @@
+"""Reinforcement learning and search."""
+
+__all__: list[str] = []

@@ -1,0 +1,3 @@
+"""Cluster, select, adapt and federate data."""
+
+__all__: list[str] = []

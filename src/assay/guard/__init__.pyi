@@ -1,0 +1,3 @@
+"""Watch, audit, steer and edit behaviour."""
+
+__all__: list[str] = []

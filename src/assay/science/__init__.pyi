@@ -1,0 +1,3 @@
+"""Biology, physics, microscopy."""
+
+__all__: list[str] = []

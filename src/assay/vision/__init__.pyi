@@ -1,0 +1,3 @@
+"""Images and video."""
+
+__all__: list[str] = []
