@@ -636,7 +636,7 @@ class _Swap:
     @classmethod
     def of(cls, found: Anatomy) -> _Swap:
         modules = [[p.module for _, p in block.projections()] for block in found.blocks]
-        return cls(modules, [[m.weight.data for m in block] for block in modules])
+        return cls(modules, [[m.get_parameter("weight").data for m in block] for block in modules])
 
     def quantise(self, index: int, codebook: Codebook, opq: float | None) -> tuple[float, float, float, int]:
         """Quantise one block: squared error, squared weights, bits and weights."""

@@ -55,9 +55,14 @@ def test_a_directory_appears_whole_or_not_at_all(tmp_path):
         (inside / "x").write_text("1")
         assert not (tmp_path / "d").exists()
     assert (tmp_path / "d" / "x").read_text() == "1"
-    with pytest.raises(RuntimeError), new_directory(tmp_path / "d") as inside:
-        (inside / "x").write_text("2")
-        raise RuntimeError
+
+    def fails():
+        with new_directory(tmp_path / "d") as inside:
+            (inside / "x").write_text("2")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fails()
     assert (tmp_path / "d" / "x").read_text() == "1"
     with new_directory(tmp_path / "d") as inside:
         (inside / "y").write_text("3")

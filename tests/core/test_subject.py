@@ -103,7 +103,7 @@ def test_bad_files(tmp_path, name, content, match):
 def test_bad_directories(tmp_path):
     with pytest.raises(InputError, match="does not exist"):
         recognise(str(tmp_path / "nothing"))
-    with pytest.raises(InputError, match="no config.json and no images"):
+    with pytest.raises(InputError, match=r"no config\.json and no images"):
         recognise(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(InputError, match="is not JSON"):

@@ -208,9 +208,9 @@ def test_the_model_is_left_as_it_was_also_after_an_error():
 
 def test_two_tracers_on_one_model():
     model = CASES[5].build()
-    with attach(model, [Everything("attn")]), pytest.raises(InputError, match="being traced already"):
-        with attach(model, [Everything("attn")]):
-            pass
+    outer, inner = (attach(model, [Everything("attn")]) for _ in range(2))
+    with outer, pytest.raises(InputError, match="being traced already"), inner:
+        pass
     with attach(model, [Everything("attn")]), attach(model, [Everything("resid")]):
         model(**inputs_of(CASES[5]))
 

@@ -165,7 +165,9 @@ class TestAgainstTheReference:
         seen: dict[tuple[int, str], list[np.ndarray]] = {}
         for i, layer in enumerate(model.model.layers):
             layer.mlp.gate_proj.register_forward_hook(lambda m, a, o, i=i: seen.setdefault((i, "pre"), []).append(o))
-            layer.mlp.down_proj.register_forward_pre_hook(lambda m, a, i=i: seen.setdefault((i, "post"), []).append(a[0]))
+            layer.mlp.down_proj.register_forward_pre_hook(
+                lambda m, a, i=i: seen.setdefault((i, "post"), []).append(a[0])
+            )
         result = nerve(model, batches)
         for i in range(3):
             rows = {}

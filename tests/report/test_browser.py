@@ -56,7 +56,7 @@ def test_numbers_can_be_saved(page):
     page.click("#loss-by-position button.data")
     with page.expect_download() as download:
         page.click("#loss-by-position button.save")
-    text = open(download.value.path()).read()
+    text = download.value.path().read_text()
     assert text.startswith("positions,loss (nats/token),perplexity\n1,")
 
 

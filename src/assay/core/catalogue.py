@@ -76,12 +76,13 @@ class Method:
 def catalogue() -> dict[str, Method]:
     """Every method, by slug, in the order of the file."""
     text = files("assay").joinpath("catalogue.toml").read_text(encoding="utf-8")
-    rows = tomllib.loads(text)
-    lists = ("shape", "subject", "requires", "exports")
-    return {
-        slug: Method(slug=slug, **{k: tuple(v) if k in lists else v for k, v in row.items()})
-        for slug, row in rows.items()
-    }
+    rows: dict[str, dict[str, Any]] = tomllib.loads(text)
+    return {slug: _row(slug, row) for slug, row in rows.items()}
+
+
+def _row(slug: str, row: dict[str, Any]) -> Method:
+    values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in row.items()}
+    return Method(slug=slug, **values)
 
 
 def method(slug: str) -> Method:

@@ -147,13 +147,13 @@ class Checkpoint:
             CheckpointError: a shard is missing, truncated or damaged, or the index does not agree with the shards.
         """
         if self.format == "adapter":
-            files = {ADAPTER: None}
+            files: dict[str, set[str]] = {ADAPTER: set()}
         elif self.format != "safetensors":
             raise CheckpointError(f"{self.path} is a {self.format} file, whose tensors are read by load() only")
         elif (self.path / INDEX).exists():
             files = self._shards()
         else:
-            files = {SINGLE: None}
+            files = {SINGLE: set()}
         found: dict[str, TensorInfo] = {}
         for name, expected in files.items():
             header = _read_header(self.path / name)
@@ -161,7 +161,7 @@ class Checkpoint:
                 if tensor in found:
                     raise CheckpointError(f"{self.path}: tensor {tensor!r} stands in two shards")
                 found[tensor] = info
-            missing = sorted((expected or set()) - set(header))
+            missing = sorted(expected - set(header))
             if missing:
                 raise CheckpointError(f"{self.path / name} lacks {missing[0]!r}, which {INDEX} says it holds")
         return found

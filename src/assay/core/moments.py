@@ -510,7 +510,7 @@ class Reservoir:
             raise InputError(f"rows of shape {tuple(rows.shape[1:])} after rows of shape {tuple(self._rows.shape[1:])}")
         keys = torch.rand(len(rows), generator=self.generator, dtype=torch.float64)
         full = self._keys is not None and len(self._keys) == self.k
-        keep = torch.nonzero(keys > self._keys.min()).flatten() if full else torch.arange(len(rows))  # type: ignore[union-attr]
+        keep = torch.nonzero(keys > self._keys.min()).flatten() if full else torch.arange(len(rows))
         if len(keep) > self.k:
             keep = keep[torch.topk(keys[keep], self.k).indices]
         if len(keep) or self._rows is None:

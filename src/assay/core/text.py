@@ -158,7 +158,7 @@ def token_windows(tokenizer: Any, texts: Iterable[str], *, tokens: int, context:
         raise InputError(f"--tokens is {tokens}: at least 2 are needed")
     bos = getattr(tokenizer, "bos_token_id", None)
     plain = tokenizer("a", add_special_tokens=True)["input_ids"]
-    lead = [bos] if bos is not None and plain[:1] == [bos] else []
+    lead: list[int] = [bos] if bos is not None and plain[:1] == [bos] else []
     body = context - len(lead)
     wanted = max(1, tokens // context) * body
     ids: list[int] = []
@@ -175,5 +175,5 @@ def token_windows(tokenizer: Any, texts: Iterable[str], *, tokens: int, context:
     n = min(wanted, len(ids)) // body
     rows = torch.tensor(ids[: n * body], dtype=torch.long).view(n, body)
     if lead:
-        rows = torch.cat([torch.full((n, 1), bos), rows], dim=1)
+        rows = torch.cat([torch.tensor([lead]).expand(n, 1), rows], dim=1)
     return Windows(rows, bool(lead), characters)

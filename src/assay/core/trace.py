@@ -494,7 +494,7 @@ def trace(
     try:
         with torch.no_grad(), attach(model, reducers, anatomy=anatomy) as tracer:
             for raw in batches:
-                inputs = dict(raw) if isinstance(raw, Mapping) else {"input_ids": raw}
+                inputs: dict[str, Any] = dict(raw) if isinstance(raw, Mapping) else {"input_ids": raw}
                 inputs.pop("labels", None)
                 inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
                 mask = inputs.get("attention_mask")

@@ -151,7 +151,7 @@ def _head_cells(e: Examination) -> dict[str, Any] | None:
         assert e.rope is not None
         layers, n_heads = list(e.rope.layers), len(e.rope.label[0])
     dead = set(e.health.dead_heads) if e.health is not None else set()
-    cells = []
+    cells: list[dict[str, Any]] = []
     for i, layer in enumerate(layers):
         row = []
         for head in range(n_heads):

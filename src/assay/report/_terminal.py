@@ -9,11 +9,12 @@ from rich.padding import Padding
 from rich.table import Table as Grid
 from rich.text import Text
 
-from assay.core.results import Table, format_value
+from assay.core.results import Column, Table, format_value
+from assay.core.stats import Interval
 from assay.examine import Examination
 
 if TYPE_CHECKING:
-    from assay.trials import TrialRun
+    from assay.trials import TrialRun, Verdict
 
 _MARKS = {"warning": ("!", "bold red"), "note": ("•", "cyan"), "good": ("✓", "green")}
 _WORDS = {"better": "green", "worse": "red"}
@@ -53,13 +54,47 @@ def print_trial(run: TrialRun, console: Console | None = None) -> None:
     verdict = run.verdict
     console.print(Text(verdict.question, style="bold"))
     console.print(f"{verdict.slug} on {verdict.source}, budget {verdict.budget}, {len(verdict.seeds)} seeds\n")
-    for table in (verdict.arms_table(), verdict.table(), verdict.cost_table()):
+    for table in (_arms(verdict), _comparisons(verdict), _costs(verdict)):
         if len(table):
             console.print(_grid(table))
+            console.print()
     for arm in verdict.arms:
         for failure in arm.failures:
             console.print(Text(f"{arm.name} failed: {failure}", style="red"))
     console.print(Text(verdict.sentence(), style="bold"))
+
+
+def _arms(verdict: Verdict) -> Table:
+    """The means; intervals and seeds stand on the page."""
+    columns = (
+        Column("arm"),
+        *(Column(m.name, m.unit) for m in verdict.metrics),
+        Column("time", "s"),
+        Column("memory", "MiB"),
+    )
+    rows = tuple(
+        (a.name, *(i.mean if (i := a.intervals[m.name]) else None for m in verdict.metrics), a.seconds, a.peak_mib)
+        for a in verdict.arms
+    )
+    return Table(columns, rows)
+
+
+def _comparisons(verdict: Verdict) -> Table:
+    rows = tuple(
+        (c.metric, c.baseline, _interval(c.difference), c.word) for c in verdict.comparisons if c.word != "not judged"
+    )
+    return Table((Column("metric"), Column("against"), Column("difference", "95 %"), Column("verdict")), rows)
+
+
+def _costs(verdict: Verdict) -> Table:
+    rows = tuple((c.baseline, _interval(c.time_ratio), _interval(c.memory_ratio)) for c in verdict.costs)
+    return Table((Column("against"), Column("time", "×"), Column("memory", "×")), rows)
+
+
+def _interval(interval: Interval | None) -> str:
+    if interval is None:
+        return format_value(None)
+    return f"{format_value(interval.mean)} [{format_value(interval.low)}, {format_value(interval.high)}]"
 
 
 def _grid(table: Table) -> Grid:

@@ -127,7 +127,7 @@ def _arm(name: str, levels: Callable[[], Codebook], opq: float | None, about: st
 
 TRIAL = Trial(
     slug="bof4",
-    question="At the same size, do BOF4's levels damage weights and predictions less than NF4, AF4 and rounding?",
+    question="Do BOF4's levels damage weights and predictions less than NF4, AF4 and rounding, and in how many bits?",
     subject="checkpoint",
     builtin="builtin:tiny-lm",
     prepare=prepare,

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
@@ -25,6 +26,9 @@ from assay.trials._trial import Arm, Budget, Measured, Metric, Trial
 
 _BATCH = 8
 _SHOWN = (0.05, 0.10, 0.20, 0.30)
+# Silencing moves the scores of later layers, so that a threshold zeroes more or fewer heads than it was set for. Going
+# beyond the paper's 30 % makes every arm's curve reach the fractions shown.
+_FRACTIONS = tuple(i / 20 for i in range(11))
 # 1 % of perplexity.
 _TOLERANCE = 0.01
 _PLANTED_AT = 0.05
@@ -76,13 +80,19 @@ def run(data: _Data, *, seed: int, budget: Budget, score: str) -> Measured:
     scores = inactive_heads(data.model, data.calibration.split(_BATCH), which=(score,), seed=seed, anatomy=data.parts)
     # Another stream than the calibration's, so that the random baseline draws its heads anew.
     found = zeroable_fraction(
-        data.model, partial(_loss, data), scores, tolerance=_TOLERANCE, better="lower", seed=seed + 1
+        data.model,
+        partial(_loss, data),
+        scores,
+        fractions=_FRACTIONS,
+        tolerance=_TOLERANCE,
+        better="lower",
+        seed=seed + 1,
     )
-    cost = dict(zip(found.fractions, found.cost[0].tolist(), strict=True))
-    zeroed = dict(zip(found.fractions, found.zeroed[0].tolist(), strict=True))
+    order = np.argsort(found.zeroed[0].numpy(), kind="stable")
+    zeroed, cost = found.zeroed[0].numpy()[order], found.cost[0].numpy()[order]
+    costs = np.interp(_SHOWN, zeroed, cost, right=math.nan)
     measured = {"zeroable": 100 * found.zeroable[score]}
-    measured |= {f"cost_{f:.0%}": cost[f] for f in _SHOWN}
-    measured |= {f"zeroed_{f:.0%}": 100 * zeroed[f] for f in _SHOWN}
+    measured |= {f"cost_{f:.0%}": float(c) for f, c in zip(_SHOWN, costs, strict=True)}
     if data.planted is None:
         return measured | {"planted": math.nan}
     tau = float(scores.thresholds(score, (_PLANTED_AT,))[0])
@@ -95,9 +105,7 @@ _ARMS: Mapping[str, str] = {
     "awft": "mean attention on the first token: how dormant heads were told before",
     "random": "heads drawn anew for every text",
     "ahon": "mean norm of the head's output",
-    "lthon_ln": "norm of the output at the last token, over the layer's mean ahon",
     "avvn_ln": "mean norm of the values, over the layer's mean",
-    "aeqd": "mean entropy of a query's attention",
 }
 
 TRIAL = Trial(
@@ -110,10 +118,14 @@ TRIAL = Trial(
     metrics=(
         Metric("zeroable", "higher", "%", f"most heads zeroed while the loss rises by at most {_TOLERANCE} nats"),
         *(
-            Metric(f"cost_{f:.0%}", "lower", "nats/token", f"rise of the loss where thresholds flag {f:.0%} of heads")
+            Metric(
+                f"cost_{f:.0%}",
+                "lower",
+                "nats/token",
+                f"rise of the loss where {f:.0%} of heads are really zeroed, between the nearest thresholds",
+            )
             for f in _SHOWN
         ),
-        *(Metric(f"zeroed_{f:.0%}", None, "%", f"heads really zeroed at the threshold for {f:.0%}") for f in _SHOWN),
         Metric(
             "planted", "higher", "%", f"texts on which the planted dead head is among the {_PLANTED_AT:.0%} flagged"
         ),
