@@ -9,11 +9,16 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from assay.core.errors import InputError
 from assay.core.subject import Subject
 from assay.core.subject import recognise as recognise_path
+
+if TYPE_CHECKING:
+    from assay.core.checkpoint import Checkpoint
 
 PREFIX = "builtin:"
 
@@ -48,3 +53,25 @@ def recognise(source: str) -> Subject:
     if module.KIND == "checkpoint":
         return replace(recognise_path(module.load()), source=source)
     return Subject(source, module.KIND, module.ABOUT)
+
+
+def checkpoint(source: str | Path) -> Checkpoint:
+    """The checkpoint behind a built-in name or a path, not yet loaded.
+
+    Raises:
+        InputError: there is no built-in subject of that name, or it is no model.
+        CheckpointError: the path holds no checkpoint that can be read.
+    """
+    from assay.core.checkpoint import open_checkpoint
+
+    if not str(source).startswith(PREFIX):
+        return open_checkpoint(source)
+    module = builtin(str(source))
+    if module.KIND != "checkpoint":
+        raise InputError(f"{source} is no model: it is {module.ABOUT}")
+    return open_checkpoint(module.load())
+
+
+def ground_truth(source: str | Path) -> dict[str, Any]:
+    """What was planted in a built-in checkpoint, by name; nothing for any other subject."""
+    return getattr(builtin(str(source)), "GROUND_TRUTH", {}) if str(source).startswith(PREFIX) else {}

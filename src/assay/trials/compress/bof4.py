@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,9 @@ from torch import Tensor, nn
 
 from assay.compress import Codebook, af4_codebook, bof4, nf4_codebook, rtn_codebook, solve_codebook
 from assay.compress._blockwise import linear_layers, matrix
-from assay.core.errors import CheckpointError
-from assay.reference import PREFIX, builtin
+from assay.core.anatomy import anatomy
+from assay.core.loss import require_causal
+from assay.reference import checkpoint
 from assay.reference._text import sample
 from assay.trials import Arm, Metric, Trial
 from assay.trials._trial import Budget, Measured
@@ -55,15 +55,11 @@ def prepare(source: str, *, seed: int, budget: Budget) -> Data:
 
     Raises:
         CheckpointError: the model or its tokenizer cannot be loaded.
+        NotApplicable: it predicts no next token.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    path = builtin(source).load() if str(source).startswith(PREFIX) else Path(source)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True).eval()
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be loaded as a causal language model: {error}") from error
+    opened = checkpoint(source)
+    model, tokenizer = opened.load(torch.float32), opened.tokenizer()
+    require_causal(anatomy(model))
     rng = np.random.default_rng(seed)
     ids = torch.tensor(tokenizer(sample("prose"), verbose=False)["input_ids"])
     longest = getattr(model.config, "max_position_embeddings", None) or budget["tokens"]

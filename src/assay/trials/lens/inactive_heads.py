@@ -13,14 +13,13 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from assay.core.anatomy import Anatomy, anatomy
-from assay.core.checkpoint import open_checkpoint
 from assay.core.errors import InputError
 from assay.core.loss import LossReducer, require_causal
 from assay.core.seeds import generator
 from assay.core.text import token_windows
 from assay.core.trace import trace
 from assay.lens import inactive_heads, zeroable_fraction
-from assay.reference import PREFIX, builtin
+from assay.reference import checkpoint, ground_truth
 from assay.reference._text import NAMES, sample
 from assay.trials._trial import Arm, Budget, Measured, Metric, Trial
 
@@ -47,15 +46,12 @@ class _Data:
 
 def prepare(source: str, *, seed: int, budget: Budget) -> _Data:
     """Load the model and draw disjoint windows from the built-in texts."""
-    planted, path = None, source
-    if source.startswith(PREFIX):
-        subject = builtin(source)
-        path, planted = subject.load(), getattr(subject, "GROUND_TRUTH", {}).get("zero_value_head")
-    checkpoint = open_checkpoint(path)
-    model = checkpoint.load()
+    planted = ground_truth(source).get("zero_value_head")
+    opened = checkpoint(source)
+    model = opened.load()
     parts = anatomy(model)
     require_causal(parts)
-    tokenizer = checkpoint.tokenizer()
+    tokenizer = opened.tokenizer()
     context = min(budget["context"], getattr(model.config, "max_position_embeddings", budget["context"]))
     pool = torch.cat([token_windows(tokenizer, [sample(n)], tokens=1 << 20, context=context).input_ids for n in NAMES])
     n_calibration, n_evaluation = budget["calibration"], budget["evaluation"]

@@ -1,6 +1,6 @@
 """Do spectra before the nonlinearity follow the validation loss, and more closely than simpler measures do?
 
-A model of the subject's architecture is trained from scratch and stopped on the way. A model too large for that is
+A model of the subject's architecture is trained from scratch, less than once through a novel, and stopped on the way. A model too large for that is
 taken instead through the straight line from fresh weights to its own. At each stop an arm gives one number that needs no
 labels; what counts is its correlation with the validation loss over the stops.
 """
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from assay.core.anatomy import Anatomy, anatomy
-from assay.core.checkpoint import Checkpoint
 from assay.core.errors import NotApplicable
 from assay.core.linalg import eigvalsh_batched
 from assay.core.loss import language_loss, require_causal
@@ -28,8 +27,8 @@ from assay.core.stats import pearson
 from assay.core.text import token_windows
 from assay.core.trace import Batch, Reducer, trace
 from assay.lens import NerveReducer, NerveResult, spectrum_metrics
-from assay.reference import PREFIX, builtin
-from assay.reference._text import sample
+from assay.reference import checkpoint
+from assay.reference._text import training_text
 from assay.trials import Arm, Metric, Trial
 
 _TRAINABLE = 5_000_000
@@ -54,12 +53,11 @@ class Data:
 
 def prepare(source: str | Path, *, seed: int, budget: Any) -> Data:
     """Train, or mix fresh with trained weights, and note the loss at each stop."""
-    path = builtin(str(source)).load() if str(source).startswith(PREFIX) else Path(source)
-    checkpoint = Checkpoint(path)
-    trained = checkpoint.load(torch.float32)
+    opened = checkpoint(source)
+    trained = opened.load(torch.float32)
     require_causal(anatomy(trained))
     context = budget["context"]
-    windows = token_windows(checkpoint.tokenizer(), [sample()], tokens=budget["text"], context=context).input_ids
+    windows = token_windows(opened.tokenizer(), [training_text()], tokens=budget["text"], context=context).input_ids
     order = torch.randperm(len(windows), generator=generator(seed, "nerve", "windows"))
     held, probe, train = windows[order].split(
         [budget["held"], budget["probe"], len(windows) - budget["held"] - budget["probe"]]
@@ -95,7 +93,7 @@ def _train(
         schedule.step()
         if step in at:
             kept.append({k: v.clone() for k, v in model.state_dict().items()})
-    return [lambda state=state: model.load_state_dict(state) for state in kept]  # type: ignore[misc, return-value]
+    return [lambda state=state: model.load_state_dict(state) for state in kept]  # type: ignore[misc]
 
 
 def _mix(
@@ -206,17 +204,17 @@ TRIAL = Trial(
             "stops": 8,
             "batch": 8,
             "context": 64,
-            "text": 16384,
+            "text": 40_000,
             "held": 32,
             "probe": 24,
         },
         "full": {
             "seeds": 5,
-            "steps": 600,
+            "steps": 250,
             "stops": 14,
-            "batch": 16,
+            "batch": 8,
             "context": 64,
-            "text": 20000,
+            "text": 150_000,
             "held": 64,
             "probe": 48,
         },

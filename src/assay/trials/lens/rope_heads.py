@@ -17,11 +17,10 @@ from scipy.stats import spearmanr
 from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 
-from assay.core.checkpoint import open_checkpoint
 from assay.core.text import token_windows
 from assay.core.trace import Batch, PatternSlice, Reducer, trace
 from assay.lens import block_swap_scores, rope_heads
-from assay.reference import PREFIX, builtin
+from assay.reference import checkpoint, ground_truth
 from assay.reference._text import sample
 from assay.reference.positional_tasks import (
     IndexTask,
@@ -234,17 +233,12 @@ def prepare(source: str, *, seed: int, budget: Budget) -> _Data:
     """
     rng = np.random.default_rng(seed)
     trained, sweep = _trained(rng, budget)
-    planted: dict[str, tuple[int, int]] = {}
-    path = source
-    if source.startswith(PREFIX):
-        module = builtin(source)
-        path = module.load()
-        truth = module.GROUND_TRUTH
-        planted = {k: truth[f"{k}_head"] for k in ("positional", "induction") if f"{k}_head" in truth}
-    checkpoint = open_checkpoint(path)
+    truth = ground_truth(source)
+    planted = {k: truth[f"{k}_head"] for k in ("positional", "induction") if f"{k}_head" in truth}
+    opened = checkpoint(source)
     context = budget["context"]
     windows = token_windows(
-        checkpoint.tokenizer(), [sample()], tokens=2 * budget["windows"] * context, context=context // 2
+        opened.tokenizer(), [sample()], tokens=2 * budget["windows"] * context, context=context // 2
     ).input_ids
     # Text that comes twice gives heads which match content something to match.
     start = windows[:, :1]
@@ -256,7 +250,7 @@ def prepare(source: str, *, seed: int, budget: Budget) -> _Data:
         trained=trained,
         slide=_slide(rng, budget["prompts"]),
         sweep=sweep,
-        model=checkpoint.load(dtype=torch.float32),
+        model=opened.load(dtype=torch.float32),
         halves=(first, second),
         planted=planted,
     )
