@@ -47,7 +47,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     assert config.nav is not None
     for entry in config.nav:
         if "Methods" in entry:
-            families = [{f: [f"methods/{m.slug}.md" for m in members]} for f, members in by_family().items()]
+            families = [{f: [{m.slug: f"methods/{m.slug}.md"} for m in members]} for f, members in by_family().items()]
             entry["Methods"] = [entry["Methods"], *families]
         if "API" in entry:
             entry["API"] += [{f"assay.{f}": f"reference/{f}.md"} for f in by_family()]

@@ -75,6 +75,8 @@ def find(
         found += _of_stability(name, stability)
     if loss is not None:
         found += _of_loss(name, loss)
+    if health is not None:
+        found += _of_duplicates(name, health)
     found.sort(key=lambda f: f.level != "warning")
     return tuple(found[:MAX_FINDINGS])
 
@@ -115,6 +117,9 @@ def _of_health(name: str, health: WeightHealth) -> Iterator[Finding]:
             f"zero and can pass nothing on ({', '.join(places)}{', …' if dead > len(places) else ''}).",
             dead, "parts", command, "health",
         )  # fmt: skip
+
+
+def _of_duplicates(name: str, health: WeightHealth) -> Iterator[Finding]:
     twice = sum(t.duplicate_rows for t in health.tensors)
     if twice:
         where = max(health.tensors, key=lambda t: t.duplicate_rows).name
@@ -122,7 +127,7 @@ def _of_health(name: str, health: WeightHealth) -> Iterator[Finding]:
             "duplicate-rows", "note",
             f"{twice:,} weight rows equal an earlier one (most in {where}): in an embedding, tokens that were never trained "
             "apart.",
-            twice, "rows", command, "health",
+            twice, "rows", f"assay examine {name} --only health", "health",
         )  # fmt: skip
 
 
@@ -159,10 +164,11 @@ def _of_heads(name: str, heads: HeadMap) -> Iterator[Finding]:
         )  # fmt: skip
     elif heads.removals:
         r = heads.removals[0]
+        sure = r.change.low > 0
+        said = "No attention heads are dead weight" if sure else "No attention heads were shown to be dead weight"
         yield _finding(
-            "no-inactive-heads", "good",
-            f"No attention heads are dead weight: zeroing the {r.zeroed:.0%} that do least changes the loss by "
-            f"{r.change.mean:+.3f} nats a token.",
+            "no-inactive-heads", "good" if sure else "note",
+            f"{said}: zeroing the {r.zeroed:.0%} that do least changes the loss by {r.change.mean:+.3f} nats a token.",
             r.change.mean, "nats/token", command, "heads", r.change,
             f"95 % interval over {r.change.n} windows of text",
         )  # fmt: skip
@@ -193,6 +199,8 @@ def _of_nerve(name: str, nerve: NerveResult) -> Iterator[Finding]:
         math.exp(v) if math.isfinite(v) else math.nan for v in (interval.low, interval.high, interval.mean)
     )
     worst = int(nerve.post.pr.argmin())
+    share = float(nerve.post.eigs[worst, 0] / nerve.post.eigs[worst].sum())
+    massive = f", one direction alone holding {share:.0%} of the variance" if share > 0.5 else ""
     limited = " There were fewer tokens than hidden units, so both counts are too low." if nerve.rank_limited else ""
     falls = int((nerve.pr_gain < 1).sum())
     verb = "spreads" if middle > 1 else "concentrates"
@@ -200,7 +208,7 @@ def _of_nerve(name: str, nerve: NerveResult) -> Iterator[Finding]:
         "spectra", "note",
         f"The nonlinearity {verb} activations over {middle:.1f} times as many directions (geometric mean over layers; it "
         f"narrows them in {falls} of {len(gain)}). Layer {nerve.layers[worst]} uses the fewest after it: "
-        f"{float(nerve.post.pr[worst]):.1f} of {nerve.width:,}.{limited}",
+        f"{float(nerve.post.pr[worst]):.1f} of {nerve.width:,}{massive}.{limited}",
         middle, "× directions", f"assay try nerve --on {name}", "spectra",
         Interval(middle, low, high, interval.level, interval.n, interval.method),
         f"95 % interval over {interval.n} layers",

@@ -128,7 +128,7 @@ class ModelFacts:
         model_type: such as "llama".
         parameters: how many, each counted once.
         dtype: of the weights in this run.
-        stored_dtype: of most weights on disk.
+        stored_dtype: of most weights on disk, or "GGUF" for that format's own types.
         context: the longest sequence that the configuration allows; None where it does not say.
         vocab_size: tokens that the head tells apart; None for an image model.
         tied: whether the head shares the embedding's weights.
@@ -380,7 +380,7 @@ def examine(
             path = subject.load()
             images = subject.images() if hasattr(subject, "images") else None
         checkpoint = Checkpoint(path, base=base, allow_pickle=allow_pickle)
-        stored = str(checkpoint.stored_dtype)
+        stored = "GGUF" if checkpoint.format == "gguf" else str(checkpoint.stored_dtype)
         _check_context(checkpoint.config, context)
         model = checkpoint.load(_run_dtype(checkpoint), device)
         tokenizer = checkpoint.tokenizer() if _reads_text(model) else None
