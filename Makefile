@@ -18,8 +18,9 @@ bench: $(READY)
 	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file; done
 
 docs: $(READY)
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[docs]"
-	$(BIN)/mkdocs build --strict
+	@$(BIN)/python -c "import mkdocs, material, mkdocstrings" 2>/dev/null || \
+		$(BIN)/python -m pip install -q -c constraints.txt -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: $(READY)
 	$(BIN)/ruff check src tests benchmarks scripts docs

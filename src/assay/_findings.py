@@ -113,10 +113,14 @@ def _of_health(name: str, health: WeightHealth) -> Iterator[Finding]:
         places += [f"head {h} of layer {layer}" for layer, h in health.dead_heads[:2]]
         yield _finding(
             "dead-parts", "warning",
-            f"{len(health.dead_units)} feed-forward units and {len(health.dead_heads)} attention heads have weights of "
-            f"zero and can pass nothing on ({', '.join(places)}{', …' if dead > len(places) else ''}).",
+            f"{_count(len(health.dead_units), 'feed-forward unit')} and {_count(len(health.dead_heads), 'attention head')} "
+            f"with weights of zero can pass nothing on ({', '.join(places)}{', …' if dead > len(places) else ''}).",
             dead, "parts", command, "health",
         )  # fmt: skip
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n:,} {what}{'' if n == 1 else 's'}"
 
 
 def _of_duplicates(name: str, health: WeightHealth) -> Iterator[Finding]:
@@ -236,11 +240,12 @@ def _of_stability(name: str, stability: StabilityCurve) -> Iterator[Finding]:
 def _of_loss(name: str, loss: LossResult) -> Iterator[Finding]:
     interval = loss.loss
     low, high = (math.exp(v) if math.isfinite(v) else math.nan for v in (interval.low, interval.high))
-    first, last = loss.buckets()[0], loss.buckets()[-1]
+    (*first, early), (*last, late) = loss.buckets()[0], loss.buckets()[-1]
+    places = ["–".join(map(str, dict.fromkeys(pair))) for pair in (first, last)]
     yield _finding(
         "perplexity", "note",
-        f"Perplexity on the text is {loss.perplexity:.2f} (loss {interval.mean:.3f} nats a token); from positions "
-        f"{first[0]}–{first[1]} to {last[0]}–{last[1]} of a window the loss goes from {first[2]:.2f} to {last[2]:.2f}.",
+        f"Perplexity on the text is {loss.perplexity:.2f} (loss {interval.mean:.3f} nats a token); from position "
+        f"{places[0]} to {places[1]} of a window the loss goes from {early:.2f} to {late:.2f}.",
         loss.perplexity, "perplexity", f"assay examine {name} --only loss --text YOUR_TEXT", "loss",
         Interval(loss.perplexity, low, high, interval.level, interval.n, interval.method),
         f"95 % interval over {interval.n} windows of text",

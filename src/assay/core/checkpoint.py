@@ -299,7 +299,7 @@ class Checkpoint:
         try:
             from peft import PeftModel
         except ImportError as error:
-            raise MissingDependency("an adapter needs the package peft: pip install 'assay[peft]'") from error
+            raise MissingDependency("an adapter needs the package peft: pip install peft") from error
         assert self.base is not None
         _ = self.tensors
         base = self.base.load(dtype, device)
@@ -436,7 +436,7 @@ def _need_gguf() -> None:
     try:
         import gguf  # noqa: F401
     except ImportError as error:
-        raise MissingDependency("a .gguf file needs the package gguf: pip install 'assay[gguf]'") from error
+        raise MissingDependency("a .gguf file needs the package gguf: pip install gguf accelerate") from error
 
 
 def _check_gguf(path: Path) -> None:

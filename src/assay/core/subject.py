@@ -140,7 +140,8 @@ def _table(path: Path, text: str) -> Subject:
     lines = text.splitlines()
     if not lines:
         raise InputError(f"{path} is empty")
-    header = next(csv.reader(lines[:1], delimiter="\t" if path.suffix.lower() == ".tsv" else ","))
+    delimiter = max(",;\t", key=lines[0].count)
+    header = next(csv.reader(lines[:1], delimiter=delimiter))
     names = {h.strip().lower().replace("_", "").removesuffix("id") for h in header}
     if names & {"user", "customer"} and names & {"item", "movie", "product", "book", "track"}:
         return Subject(str(path), "ratings", "a table with user and item columns")

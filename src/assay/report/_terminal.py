@@ -22,7 +22,7 @@ _WORDS = {"better": "green", "worse": "red"}
 
 def print_examination(examination: Examination, console: Console | None = None) -> None:
     """The model in a line, the findings with their figures and commands, and what was left out."""
-    console = console or Console()
+    console = console or _console()
     m = examination.model
     shape = [f"{m.parameters / 1e6:,.1f} M parameters"]
     if m.n_layers is not None:
@@ -50,7 +50,7 @@ def print_examination(examination: Examination, console: Console | None = None) 
 
 def print_trial(run: TrialRun, console: Console | None = None) -> None:
     """The question, the arms, the verdict and the cost."""
-    console = console or Console()
+    console = console or _console()
     verdict = run.verdict
     console.print(Text(verdict.question, style="bold"))
     console.print(f"{verdict.slug} on {verdict.source}, budget {verdict.budget}, {len(verdict.seeds)} seeds\n")
@@ -62,6 +62,12 @@ def print_trial(run: TrialRun, console: Console | None = None) -> None:
         for failure in arm.failures:
             console.print(Text(f"{arm.name} failed: {failure}", style="red"))
     console.print(Text(verdict.sentence(), style="bold"))
+
+
+def _console() -> Console:
+    """The terminal; where the output goes elsewhere, lines are as wide as tables need."""
+    console = Console()
+    return console if console.is_terminal else Console(width=120)
 
 
 def _arms(verdict: Verdict) -> Table:

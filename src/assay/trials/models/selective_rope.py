@@ -268,7 +268,7 @@ TRIAL = Trial(
         Metric("copy learning rate", None, "", "chosen on validation at the training length"),
     ),
     budgets={
-        "quick": _COMMON | {"parity_steps": 150, "copy_steps": 80, "rows": 4096, "test_rows": 256, "seeds": 2},
+        "quick": _COMMON | {"parity_steps": 150, "copy_steps": 40, "rows": 4096, "test_rows": 256, "seeds": 2},
         "full": _COMMON | {"parity_steps": 400, "copy_steps": 500, "rows": 8192, "test_rows": 512, "seeds": 5},
     },
 )
