@@ -168,6 +168,23 @@ def test_what_a_reducer_returns_takes_the_place_of_what_it_saw():
         assert float(seen.seen["attn.out", 0][0].abs().max()) == 0
 
 
+def test_the_next_reducer_sees_what_the_one_before_put_there():
+    case = CASES[5]
+    model = case.build()
+
+    class Silence(Reducer):
+        sites = ("attn",)
+
+        def update(self, site, layer, value, batch):
+            return torch.zeros_like(value.out)
+
+    seen = Everything("attn")
+    trace(model, [inputs_of(case)], [Silence(), seen])
+    view = seen.seen["attn", 0][0]
+    assert float(view.out.abs().max()) == 0
+    assert view.q.shape[1] == view.block.attention.n_heads
+
+
 def test_a_projected_slice_cannot_be_replaced():
     class Replace(Reducer):
         sites = ("mlp.pre",)

@@ -23,7 +23,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -182,7 +182,8 @@ class _Tracer:
             assert self.batch is not None
             new = reducer.update(site, layer, value, self.batch)
             if new is not None:
-                replaced = value = new
+                replaced = new
+                value = replace(value, out=new) if isinstance(value, AttentionView) else new
         return replaced
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
