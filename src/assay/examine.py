@@ -396,9 +396,14 @@ def examine(
         windows = token_windows(
             tokenizer,
             _texts(text),
-            tokens=tokens or effort.tokens,
-            context=context or min(effort.context, limit or effort.context),
+            tokens=effort.tokens if tokens is None else tokens,
+            context=min(effort.context, limit or effort.context) if context is None else context,
         )
+        largest, rows = int(windows.input_ids.max()), len(model.get_input_embeddings().weight)
+        if largest >= rows:
+            raise InputError(
+                f"the tokenizer gives token {largest} and the model's embedding has {rows}: they do not match"
+            )
     special = tuple(getattr(tokenizer, "all_special_ids", ())) if tokenizer is not None else ()
     run = _Run(model, name, found, windows, effort, wanted, seed, special, progress)
     run.seconds["load"] = time.perf_counter() - start
@@ -452,7 +457,8 @@ def _context_limit(config: dict[str, Any]) -> int | None:
 
 def _check_device(device: str | torch.device) -> None:
     try:
-        torch.empty(0, device=device)
+        if torch.empty(0, device=device).is_meta:
+            raise InputError(f"--device {device} cannot be used here: it holds no values")
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise InputError(f"--device {device} cannot be used here: {str(error).splitlines()[0]}") from error
 

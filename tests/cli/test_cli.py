@@ -240,7 +240,20 @@ class TestRefusals:
     def test_context_beyond_the_models(self, refuses, model):
         refuses("the model takes 256 tokens at most", "examine", model, "--context", "512")
 
+    def test_a_tokenizer_of_another_model(self, refuses, model):
+        tokenizer = json.loads((model / "tokenizer.json").read_text())
+        tokenizer["model"]["vocab"] = {k: v + 5000 for k, v in tokenizer["model"]["vocab"].items()}
+        (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+        refuses("they do not match", "examine", model, "--only", "loss")
+
+    def test_half_a_surrogate_pair(self, assay, model, tmp_path):
+        (tmp_path / "t.jsonl").write_text('{"text": "\\ud800 hello world, again and again and again"}\n')
+        assert assay("examine", model, *FAST, "--only", "loss", "--text", "t.jsonl")[0] == 0
+
     def test_impossible_options(self, refuses, model):
+        refuses("--tokens is 0", "examine", model, "--tokens", "0")
+        refuses("--context is 0", "examine", model, "--context", "0")
+        refuses("holds no values", "examine", model, "--device", "meta")
         refuses("exclude each other", "examine", model, "--quick", "--full")
         refuses("choose from", "examine", model, "--only", "nothing")
         refuses("at least 2", "examine", model, "--tokens", "1")

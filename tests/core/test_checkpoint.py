@@ -312,6 +312,26 @@ class TestBadInput:
         (tmp_path / "b.gguf").write_bytes(b"nonsense")
         self.fails(tmp_path / "b.gguf", "does not start with its mark")
 
+    def test_files_that_are_no_files(self, folder):
+        (folder / "config.json").unlink()
+        (folder / "config.json").symlink_to("/dev/zero")
+        self.fails(folder, "no regular file")
+
+    def test_a_weight_file_that_is_a_pipe(self, folder):
+        import os
+
+        (folder / "model.safetensors").unlink()
+        os.mkfifo(folder / "model.safetensors")
+        self.fails(folder, "no regular file")
+
+    def test_an_endless_shard_name(self, model, tmp_path):
+        model.save_pretrained(tmp_path / "m", max_shard_size="4KB")
+        edit_json(
+            tmp_path / "m" / "model.safetensors.index.json",
+            lambda v: v["weight_map"].update({"lm_head.weight": "a" * 5000}),
+        )
+        self.fails(tmp_path / "m", "no file of that directory")
+
     def test_unknown_tensor(self, folder):
         with pytest.raises(CheckpointError, match="no tensor 'nothing'"):
             Checkpoint(folder).tensor("nothing")

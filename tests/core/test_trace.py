@@ -255,6 +255,9 @@ def test_errors():
     left = {"input_ids": torch.ones(1, 4, dtype=torch.long), "attention_mask": torch.tensor([[0, 1, 1, 1]])}
     with pytest.raises(InputError, match="pad on the right"):
         trace(model, [left], [Everything("resid")])
+    short = {"input_ids": torch.ones(2, 4, dtype=torch.long), "attention_mask": torch.ones(2, 3, dtype=torch.long)}
+    with pytest.raises(InputError, match="attention_mask is"):
+        trace(model, [short], [Everything("resid")])
     with pytest.raises(UnknownArchitecture):
         trace(nn.Linear(2, 2), [torch.ones(1, 2)], [Everything("resid")])
     with pytest.raises(NotApplicable, match="token ids"):

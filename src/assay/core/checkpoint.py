@@ -172,8 +172,10 @@ class Checkpoint:
             raise CheckpointError(f"{self.path / INDEX} has no weight_map")
         files: dict[str, set[str]] = {}
         for tensor, name in weight_map.items():
-            if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
-                raise CheckpointError(f"{self.path / INDEX} names {name!r}, which is no file of that directory")
+            if not isinstance(name, str) or Path(name).name != name or name in ("", ".", "..") or len(name) > 255:
+                raise CheckpointError(
+                    f"{self.path / INDEX} names {str(name)[:80]!r}, which is no file of that directory"
+                )
             files.setdefault(name, set()).add(tensor)
         for name in files:
             if not (self.path / name).is_file():
@@ -381,9 +383,13 @@ def _first_line(error: object) -> str:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        if path.stat().st_size > _MAX_JSON:
+        if not path.is_file():
+            raise CheckpointError(f"{path} is no regular file")
+        with path.open("rb") as stream:
+            content = stream.read(_MAX_JSON + 1)
+        if len(content) > _MAX_JSON:
             raise CheckpointError(f"{path} is larger than {_MAX_JSON >> 20} MiB, which no such file is")
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(content.decode("utf-8-sig"))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
@@ -396,6 +402,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _read_header(path: Path) -> dict[str, TensorInfo]:
     """The tensors of one safetensors file; everything about them is checked against the file's size."""
     try:
+        if not path.is_file():
+            raise CheckpointError(f"{path} is no regular file")
         size = path.stat().st_size
         with path.open("rb") as stream:
             prefix = stream.read(8)

@@ -165,6 +165,8 @@ def token_windows(tokenizer: Any, texts: Iterable[str], *, tokens: int, context:
     characters = 0
     for text in texts:
         characters += len(text)
+        # JSON can carry halves of surrogate pairs, which no tokenizer takes.
+        text = text.encode("utf-8", "replace").decode("utf-8")
         ids.extend(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         if len(ids) >= wanted:
             characters = round(characters * wanted / len(ids))

@@ -499,6 +499,9 @@ def trace(
                 inputs.pop("labels", None)
                 inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
                 mask = inputs.get("attention_mask")
+                ids = inputs.get("input_ids")
+                if isinstance(mask, Tensor) and isinstance(ids, Tensor) and mask.ndim == 2 and mask.shape != ids.shape:
+                    raise InputError(f"attention_mask is {tuple(mask.shape)} and input_ids is {tuple(ids.shape)}")
                 if isinstance(mask, Tensor) and mask.ndim == 2 and not bool((mask[:, 0] != 0).all()):
                     raise InputError("the batch is padded on the left: pad on the right")
                 if "input_ids" in inputs and _has_cache(backbone):
