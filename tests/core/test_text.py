@@ -89,8 +89,8 @@ class TestWindows:
         ids = token_windows(Letters(), texts, tokens=tokens, context=context).input_ids
         flat = ids.flatten().tolist()
         assert flat == whole[: len(flat)]
-        assert ids.shape[1] == min(context, len(whole))
-        assert len(ids) <= max(1, tokens // context)
+        assert ids.shape[1] == min(context, tokens, len(whole))
+        assert ids.numel() <= tokens
 
     def test_every_window_starts_as_the_tokenizer_starts(self):
         windows = token_windows(Letters(bos=True), ["abcdefgh"], tokens=8, context=4)

@@ -159,8 +159,9 @@ def token_windows(tokenizer: Any, texts: Iterable[str], *, tokens: int, context:
     bos = getattr(tokenizer, "bos_token_id", None)
     plain = tokenizer("a", add_special_tokens=True)["input_ids"]
     lead: list[int] = [bos] if bos is not None and plain[:1] == [bos] else []
+    context = min(context, max(tokens, 1 + len(lead)))
     body = context - len(lead)
-    wanted = max(1, tokens // context) * body
+    wanted = tokens // context * body
     ids: list[int] = []
     characters = 0
     for text in texts:
