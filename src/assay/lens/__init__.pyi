@@ -23,8 +23,11 @@ from assay.lens._nerve import (
     spectrum_metrics,
 )
 from assay.lens._noise_stability import (
+    HardAttention,
     NoiseStabilityRegularizer,
+    Sensitivity,
     StabilityCurve,
+    TokenInfluence,
     average_sensitivity,
     noise_stability,
     propagate_interval,
@@ -43,6 +46,7 @@ from assay.lens._rope_heads import (
 __all__ = [
     "AblationStats",
     "BlockSwapScores",
+    "HardAttention",
     "HeadScoreReducer",
     "HeadScores",
     "NerveMonitor",
@@ -52,8 +56,10 @@ __all__ = [
     "RopeHeadsReducer",
     "RopeHeadsResult",
     "ScoreComparison",
+    "Sensitivity",
     "SpectrumMetrics",
     "StabilityCurve",
+    "TokenInfluence",
     "ZeroableResult",
     "ablate_heads",
     "average_sensitivity",

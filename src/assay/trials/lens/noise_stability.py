@@ -220,8 +220,8 @@ TRIAL = Trial(
     ),
     budgets={
         "quick": {
-            **_COMMON, "passes": 300, "steps": 400, "decays": (0.5, 1.0, 2.0), "decays_with_term": (1.0,),
-            "gammas": (0.05, 0.2, 0.75), "seeds": 2,
+            **_COMMON, "passes": 300, "steps": 400, "decays": (1.0, 2.0), "decays_with_term": (1.0,),
+            "gammas": (0.05, 0.2), "seeds": 2,
         },
         "full": {
             **_COMMON, "passes": 1200, "steps": 1500, "decays": (0.3, 0.6, 1.0, 1.5, 2.0, 3.0),
