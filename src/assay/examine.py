@@ -389,8 +389,7 @@ def examine(
     except UnknownArchitecture:
         found = None
     limit = _context_limit(model.config.to_dict())
-    if context is not None and limit is not None and context > limit:
-        raise InputError(f"--context is {context}, and the model takes {limit} tokens at most")
+    _check_context(model.config.to_dict(), context)
     windows = None
     if tokenizer is not None and _reads_text(model):
         windows = token_windows(

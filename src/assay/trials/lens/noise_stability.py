@@ -14,11 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from assay.core.checkpoint import open_checkpoint
 from assay.core.seeds import generator, spawn
 from assay.core.text import token_windows
 from assay.lens import NoiseStabilityRegularizer, average_sensitivity, noise_stability
-from assay.reference import PREFIX, builtin
+from assay.reference import checkpoint
 from assay.reference._text import sample
 from assay.trials._trial import Arm, Budget, Measured, Metric, Trial
 
@@ -62,13 +61,12 @@ def prepare(source: str, *, seed: int, budget: Budget) -> _Data:
         CheckpointError: the checkpoint cannot be read.
         InputError: its tokenizer makes too little of the built-in text.
     """
-    path = builtin(source).load() if source.startswith(PREFIX) else source
-    checkpoint = open_checkpoint(path)
-    tokenizer = checkpoint.tokenizer()
+    opened = checkpoint(source)
+    tokenizer = opened.tokenizer()
     context = budget["context"]
     cut = token_windows(tokenizer, [sample()], tokens=budget["passes"] // 2 * context, context=context)
     rows = cut.input_ids[torch.randperm(len(cut.input_ids), generator=generator(seed, "windows"))]
-    model = checkpoint.load(dtype=torch.float32)
+    model = opened.load(dtype=torch.float32)
     tuning, final = (_sums(budget["modulus"], budget["train_share"], s) for s in spawn(seed, 2))
     return _Data(
         model=model,
