@@ -1,11 +1,17 @@
-"""Shared by all tests: where the optional real data lies, and one thread per worker."""
+"""Shared by all tests: where the optional real data lies, one thread per worker, reproducible property tests."""
 
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)
+
+# The same examples on every run, so that a red test is a change of ours; `--hypothesis-profile=explore` draws new ones.
+settings.register_profile("fixed", derandomize=True, deadline=None)
+settings.register_profile("explore", derandomize=False, deadline=None)
+settings.load_profile("fixed")
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 

@@ -9,8 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from assay.core.catalogue import method
 from assay.core.errors import AssayError, InputError, NotApplicable
 from assay.trials import Trial, run_trial
+from assay.trials._runner import _code
 from tests.trials import fake_trials
 
 FAKE = "tests.trials.fake_trials"
@@ -200,6 +202,94 @@ def test_cells_of_another_trial_subject_or_budget_are_refused(tmp_path):
     with pytest.raises(InputError, match="with another subject"):
         run_trial(fake_trials.GOOD, seeds=1, out=out, on=table, resume=True)
     assert (out / "verdict.json").exists()
+
+
+def test_a_second_trial_into_the_same_directory_is_refused_while_the_first_runs(tmp_path):
+    out = tmp_path / "out"
+    refused = []
+
+    def second(done, total, what):
+        with pytest.raises(InputError, match=f"another trial is running into {out}: wait for its end, or") as caught:
+            run_trial(fake_trials.GOOD, seeds=1, out=out, resume=done > 0)
+        refused.append(str(caught.value))
+
+    run = run_trial(fake_trials.GOOD, seeds=1, out=out, progress=second)
+    assert len(refused) == 3
+    assert not any("\n" in message for message in refused)
+    lines = [json.loads(line) for line in (out / "cells.jsonl").read_text().splitlines()]
+    assert [(x["arm"], x["seed"]) for x in lines[1:]] == [("good", 0), ("plain", 0)]
+    assert json.loads((out / "verdict.json").read_text()) == run.to_dict()
+
+
+def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path):
+    runner = _start_pausing(tmp_path)
+    _wait_for(lambda: list(tmp_path.glob("begun-1-*")))
+    out, gate = tmp_path / "out", tmp_path / "gate.csv"
+    before = (out / "cells.jsonl").read_bytes()
+    with pytest.raises(InputError, match="another trial is running into"):
+        run_trial(fake_trials.PAUSING, on=gate, seeds=2, out=out, resume=True)
+    assert (out / "cells.jsonl").read_bytes() == before
+    runner.kill()
+    runner.wait(10)
+    runner.stderr.close()
+    (tmp_path / "open").touch()
+    run = run_trial(fake_trials.PAUSING, on=gate, seeds=2, out=out, resume=True)
+    assert all(c.failure is None for c in run.cells)
+
+
+@pytest.mark.parametrize("name", ["REFUSING_PREPARE", "BAD_PREPARE"])
+def test_a_trial_that_is_refused_for_its_data_writes_nothing(tmp_path, name):
+    with pytest.raises(AssayError):
+        run_trial(f"{FAKE}:{name}", seeds=1, out=tmp_path / "new" / "out")
+    assert not list(tmp_path.iterdir())
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(AssayError):
+        run_trial(f"{FAKE}:{name}", seeds=1, out=empty)
+    assert not list(empty.iterdir())
+
+
+def test_a_trial_that_is_refused_for_its_data_leaves_an_earlier_one_as_it_was(tmp_path):
+    out = tmp_path / "out"
+    run_trial(fake_trials.GOOD, seeds=1, out=out)
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    with pytest.raises(AssayError, match="has no rows"):
+        run_trial(fake_trials.REFUSING_PREPARE, seeds=1, out=out)
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+
+
+def _module(tmp_path, monkeypatch, text):
+    """A trial in a module of its own, as it stands in the file now."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "edited_trial.py").write_text(text)
+    sys.modules.pop("edited_trial", None)
+    return "edited_trial:GOOD"
+
+
+def test_resume_is_refused_after_an_edit_of_the_trial(tmp_path, monkeypatch):
+    text = Path(fake_trials.__file__).read_text()
+    out = tmp_path / "out"
+    name = _module(tmp_path, monkeypatch, text)
+    run_trial(name, seeds=1, out=out)
+    run_trial(name, seeds=1, out=out, resume=True)
+    name = _module(tmp_path, monkeypatch, text.replace('"error": 1.0', '"error": 2.0'))
+    with pytest.raises(InputError, match="holds a trial with another version of its code: choose") as caught:
+        run_trial(name, seeds=1, out=out, resume=True)
+    assert "\n" not in str(caught.value)
+    assert run_trial(name, seeds=1, out=out).cells[0].metrics["error"] == 2.0
+
+
+def test_the_fingerprint_follows_the_method_and_what_it_takes_from_its_family(monkeypatch):
+    row = method("bof4")
+    taken = []
+    real = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: taken.append(path) or real(path))
+    first = _code(row.slug, row.trial_module)
+    assert [p.name for p in taken] == ["_blockwise.py", "_bof4.py", "bof4.py"]
+    for changed in range(3):
+        edited = taken[changed]
+        monkeypatch.setattr(Path, "read_bytes", lambda p, edited=edited: real(p) + b"#" * (p == edited))
+        assert _code(row.slug, row.trial_module) != first
 
 
 def test_a_damaged_cells_file_is_refused(tmp_path):

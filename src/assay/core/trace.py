@@ -9,6 +9,7 @@ Sites (each seen once a layer and batch, unless it says otherwise):
 | `attn.pattern` | `PatternSlice`, several a layer: attention weights of some heads and query rows |
 | `attn` | `AttentionView`: queries, keys, values and head outputs after the rotary embedding |
 | `attn.out` | output of the attention's output projection |
+| `mlp.in` | input of the first projection, `[batch, tokens, hidden]` |
 | `mlp.pre` | input of the nonlinearity, `[batch, tokens, width]` (the gate's branch in a gated layer) |
 | `mlp.post` | input of the down projection |
 | `mlp.out` | output of the down projection |
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from assay.core.anatomy import Anatomy, Block
 
 SITES = (
-    "embed", "resid", "attn.pattern", "attn", "attn.out", "mlp.pre", "mlp.post", "mlp.out", "logits",
+    "embed", "resid", "attn.pattern", "attn", "attn.out", "mlp.in", "mlp.pre", "mlp.post", "mlp.out", "logits",
 )  # fmt: skip
 
 _IMPLEMENTATION = "assay_trace"
@@ -98,7 +99,9 @@ class PatternSlice:
     @cached_property
     def entropy(self) -> Float[Tensor, "batch heads rows"]:
         """Entropy of each row in nats; masked keys count nothing."""
-        return torch.special.entr(self.weights).sum(-1)
+        # Several times as fast as torch.special.entr, and equal: the clamp only keeps 0·log 0 at 0.
+        logs = self.weights.clamp_min(torch.finfo(self.weights.dtype).tiny).log_()
+        return -torch.linalg.vecdot(self.weights, logs)
 
 
 @dataclass(frozen=True)
@@ -409,6 +412,8 @@ def _hook_block(tracer: _Tracer, block: Block, hook: Callable[[torch.utils.hooks
     if block.mlp is None:
         return
     first = block.mlp.up if block.mlp.gate is None else block.mlp.gate
+    if tracer.listeners("mlp.in", layer):
+        hook(first.module.register_forward_pre_hook(_on_input(tracer, "mlp.in", layer), with_kwargs=True))
     if tracer.listeners("mlp.pre", layer):
         hook(first.module.register_forward_hook(_on_output(tracer, "mlp.pre", layer, first.take)))
     if tracer.listeners("mlp.post", layer):

@@ -171,6 +171,24 @@ def _eigenvalues_of_rows(x: Float[Tensor, "tokens width"]) -> Float[Tensor, "wid
     return eigvalsh_batched(x - x.mean(0), rows=True) / (len(x) - 1)
 
 
+def _narrow_first(mlp: Any) -> Projection | None:
+    """The projection before the nonlinearity, where it widens and its weight is a plain matrix."""
+    first = mlp.up if mlp.gate is None else mlp.gate
+    weight = first.weight
+    plain = weight.ndim == 2 and weight.is_floating_point() and weight.shape[1] == first.in_features
+    return first if plain and weight.shape[1] < weight.shape[0] else None
+
+
+def _spectrum_through(
+    weight: Float[Tensor, "width hidden"], covariance: Float[Tensor, "hidden hidden"]
+) -> Float[Tensor, "width"]:
+    """Eigenvalues of W·C·Wᵀ, from R·C·Rᵀ with W = QR: the others are 0."""
+    R = torch.linalg.qr(weight.detach().double(), mode="r").R
+    # In the type of the covariance, whose rounding the check of the eigenvalues has to allow for.
+    eigs = eigvalsh_batched((R @ covariance.to(R) @ R.T).to(covariance.dtype))
+    return nn.functional.pad(eigs, (0, len(weight) - len(eigs)))
+
+
 @dataclass(frozen=True)
 class NerveResult(Result):
     """Spectra of every feed-forward layer, before (`pre`) and after (`post`) the nonlinearity.
@@ -282,6 +300,9 @@ class NerveReducer(Reducer):
     Covariances are accumulated in float32 where they all fit into `memory`. Where they do not, a uniform sample of
     tokens is kept instead, the same tokens before and after the nonlinearity and in every layer.
 
+    Before the nonlinearity stands W·x + b, whose covariance is W·cov(x)·Wᵀ. Where x is narrower than W·x, as it is in
+    nearly every model, x is what is accumulated, at a fraction of the cost.
+
     Args:
         model_anatomy: where the feed-forward layers are.
         memory: bytes that may be held.
@@ -291,7 +312,7 @@ class NerveReducer(Reducer):
         NotApplicable: no block has a dense feed-forward layer.
     """
 
-    sites = ("mlp.pre", "mlp.post")
+    sites = ("mlp.in", "mlp.pre", "mlp.post")
 
     def __init__(self, model_anatomy: Anatomy, *, memory: int = _MEMORY, seed: int = 0) -> None:
         dense = [b for b in model_anatomy.blocks if b.mlp is not None]
@@ -299,19 +320,26 @@ class NerveReducer(Reducer):
             raise NotApplicable("no dense feed-forward layers found: pass layers={name: (up, down)}")
         self.layers: list[int] = [b.index for b in dense]
         self.skipped = tuple(b.index for b in model_anatomy.blocks if b.mlp is None)
-        widths = [b.mlp.down.in_features for b in dense]
+        self._firsts = {b.index: f for b in dense if (f := _narrow_first(b.mlp)) is not None}
+        widths = [w for b in dense for w in (b.mlp.down.in_features, self._width_before(b))]
         self._seed = seed
         self._capacity: int | None = None
-        if 2 * 4 * sum(w * w for w in widths) > memory:
-            self._capacity = max(2, memory // (2 * 4 * sum(widths)))
+        if 4 * sum(w * w for w in widths) > memory:
+            self._capacity = max(2, memory // (4 * sum(widths)))
         self._covariances: dict[tuple[str, int], Covariance] = {}
         self._rows: dict[tuple[str, int], Tensor] = {}
         self._chosen = (torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long))
         self.n_seen = 0
         self._counted = -1
 
+    def _width_before(self, block: Any) -> int:
+        first = self._firsts.get(block.index)
+        return block.mlp.down.in_features if first is None else first.in_features
+
     def update(self, site: str, layer: int, value: Any, batch: Batch) -> None:
         """Take in one layer's activations."""
+        if site == ("mlp.pre" if layer in self._firsts else "mlp.in"):
+            return
         rows = batch.rows(value.detach())
         if batch.index != self._counted:
             self._counted = batch.index
@@ -353,12 +381,12 @@ class NerveReducer(Reducer):
         n = self.n_seen if self._capacity is None else min(self.n_seen, self._capacity)
         if n < 2:
             raise InputError(f"{n} tokens were seen: at least 2 are needed")
-        spectra = {site: self._spectra(site, n) for site in self.sites}
+        spectra = {site: self._spectra(site, n) for site in ("mlp.pre", "mlp.post")}
         for site, eigs in spectra.items():
             flat = torch.nonzero(eigs.sum(-1) <= 0).flatten().tolist()
             if flat:
                 raise InputError(f"zero variance in layer {self.layers[flat[0]]} at {site}")
-        pre, post = (spectrum_metrics(eigs=spectra[site]) for site in self.sites)
+        pre, post = (spectrum_metrics(eigs=eigs) for eigs in spectra.values())
         bound = min(pre.eigs.shape[-1], n - 1)
         return NerveResult(
             layers=tuple(self.layers),
@@ -372,9 +400,13 @@ class NerveReducer(Reducer):
 
     def _spectra(self, site: str, n: int) -> Float[Tensor, "layers width"]:
         def spectrum(layer: int) -> Tensor:
+            first = self._firsts.get(layer) if site == "mlp.pre" else None
+            key = (site if first is None else "mlp.in", layer)
             if self._capacity is None:
-                return eigvalsh_batched(self._covariances.pop((site, layer)).covariance)
-            return _eigenvalues_of_rows(self._rows.pop((site, layer))[:n])
+                covariance = self._covariances.pop(key).covariance
+                return eigvalsh_batched(covariance) if first is None else _spectrum_through(first.weight, covariance)
+            rows = self._rows.pop(key)[:n]
+            return _eigenvalues_of_rows(rows if first is None else rows.double() @ first.weight.detach().double().T)
 
         eigs = each_on_one_core(spectrum, self.layers)
         width = max(len(e) for e in eigs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import math
@@ -10,17 +11,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator
-from contextlib import closing, suppress
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import psutil
 
 from assay.core.catalogue import catalogue, method
 from assay.core.errors import AssayError, InputError, NotApplicable
-from assay.core.output import claim_directory, write_text
+from assay.core.output import MARKER, claim_directory, write_text
 from assay.core.progress import Progress, silent
 from assay.core.results import Result, Table, jsonable
 from assay.core.subject import applies, recognise
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 _POLL_SECONDS = 0.02
+# What messages call a part of the header, where its key would not do.
+_CALLED = {"code": "version of its code"}
 _ONE_THREAD = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -89,7 +92,8 @@ def run_trial(
         workers: how many processes run side by side.
         budget: the name of the trial's budget, "quick" or "full".
         out: directory for `cells.jsonl`, to which each arm and seed is added as it finishes, and `verdict.json`;
-            None to write nothing.
+            None to write nothing. One trial at a time may run into it, and one that ends before its first cell
+            leaves it as it was.
         resume: keep what `out` has of this trial, and run what is missing or failed.
         progress: is told how many of the processes are finished.
 
@@ -97,7 +101,8 @@ def run_trial(
         The cells and the verdict. An arm that fails is shown as such and does not end the trial.
 
     Raises:
-        InputError: no such method, trial, subject, budget or number of seeds; or `out` holds another trial.
+        InputError: no such method, trial, subject, budget or number of seeds; or `out` holds another trial, one that
+            is running, or, with `resume`, cells of other code.
         NotApplicable: the method does not apply to the subject.
         AssayError: the data could not be prepared.
     """
@@ -111,28 +116,29 @@ def run_trial(
     if out is None and resume:
         raise InputError("resume needs the directory of the interrupted trial: give out too")
 
-    record = _Record.open(Path(out), _header(declared, source, budget), resume) if out is not None else None
-    done = record.cells if record else {}
-    wanted = [(a.name, s) for s in seed_list for a in declared.arms]
-    missing = [key for key in wanted if key not in done or done[key].failure is not None]
-    finished = {key: done[key] for key in wanted if key not in missing}
-    progress(len(finished), len(wanted), "starting")
-    jobs = [
-        {"module": module, "attribute": attribute, "arm": a, "source": source, "seed": s, "budget": budget}
-        for a, s in missing
-    ]
-    with closing(_run_all(jobs, workers)) as results:
-        for cell in results:
-            finished[cell.arm, cell.seed] = cell
-            if record:
-                record.append(cell)
-            progress(len(finished), len(wanted), f"{cell.arm}, seed {cell.seed}")
+    keep = nullcontext() if out is None else _recording(Path(out), _header(declared, module, source, budget), resume)
+    with keep as record:
+        done = record.cells if record else {}
+        wanted = [(a.name, s) for s in seed_list for a in declared.arms]
+        missing = [key for key in wanted if key not in done or done[key].failure is not None]
+        finished = {key: done[key] for key in wanted if key not in missing}
+        progress(len(finished), len(wanted), "starting")
+        jobs = [
+            {"module": module, "attribute": attribute, "arm": a, "source": source, "seed": s, "budget": budget}
+            for a, s in missing
+        ]
+        with closing(_run_all(jobs, workers)) as results:
+            for cell in results:
+                finished[cell.arm, cell.seed] = cell
+                if record:
+                    record.append(cell)
+                progress(len(finished), len(wanted), f"{cell.arm}, seed {cell.seed}")
 
-    cells = tuple(finished[a.name, s] for a in declared.arms for s in seed_list)
-    run = TrialRun(source, workers, cells, judge(declared, cells, source=source, budget=budget, seeds=seed_list))
-    if out is not None:
-        text = json.dumps(run.to_dict(), indent=1, ensure_ascii=False, allow_nan=False)
-        write_text(Path(out) / "verdict.json", text + "\n")
+        cells = tuple(finished[a.name, s] for a in declared.arms for s in seed_list)
+        run = TrialRun(source, workers, cells, judge(declared, cells, source=source, budget=budget, seeds=seed_list))
+        if record:
+            text = json.dumps(run.to_dict(), indent=1, ensure_ascii=False, allow_nan=False)
+            write_text(record.verdict, text + "\n")
     return run
 
 
@@ -184,7 +190,7 @@ def _seeds(seeds: int | None, trial: Trial, budget: str) -> range:
     return range(n)
 
 
-def _header(trial: Trial, source: str, budget: str) -> dict[str, Any]:
+def _header(trial: Trial, module: str, source: str, budget: str) -> dict[str, Any]:
     """What the cells of one file have in common; another header is another trial."""
     settings = {k: v for k, v in trial.budgets[budget].items() if k != "seeds"}
     subject: Any = source
@@ -199,46 +205,94 @@ def _header(trial: Trial, source: str, budget: str) -> dict[str, Any]:
         "settings": jsonable(settings),
         "arms": [a.name for a in trial.arms],
         "metrics": [m.name for m in trial.metrics],
+        "code": _code(trial.slug, module),
     }
+
+
+def _code(slug: str, module: str) -> str:
+    """A fingerprint of the sources of the trial, of the method, and of what the method takes from its family."""
+    names = {module}
+    row = catalogue().get(slug)
+    if row is not None and importlib.util.find_spec(row.module):
+        family = row.module.rpartition(".")[0] + "."
+        homes = {str(getattr(v, "__module__", "")) for v in vars(importlib.import_module(row.module)).values()}
+        names |= {row.module, *(h for h in homes if h.startswith(family))}
+    # From the file as it is now, which is what the processes of the arms will import.
+    origins = [cast(str, cast(Any, importlib.util.find_spec(name)).origin) for name in sorted(names)]
+    return hashlib.sha256(b"\0".join(Path(o).read_bytes() for o in origins)).hexdigest()
+
+
+@contextmanager
+def _recording(out: Path, header: dict[str, Any], resume: bool) -> Iterator[_Record]:
+    """The record in a directory that no other process records into; without a first cell nothing is left of it."""
+    new = [p for p in (out, *out.parents) if not p.exists()]
+    ours = (out / MARKER).exists()
+    claim_directory(out)
+    with (out / MARKER).open("a") as marker:
+        _hold(marker, out)
+        record = _Record.open(out, header, resume)
+        try:
+            yield record
+        finally:
+            if not ours and not record.begun:
+                with suppress(OSError):
+                    (out / MARKER).unlink()
+                    for directory in new:
+                        directory.rmdir()
+
+
+def _hold(marker: IO[str], out: Path) -> None:
+    """Lock a file until it is closed or this process ends, however it ends.
+
+    Systems and file systems without such locks go without.
+    """
+    try:
+        import fcntl
+
+        fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise InputError(
+            f"another trial is running into {out}: wait for its end, or choose another directory"
+        ) from error
+    except (ImportError, OSError):
+        return
 
 
 class _Record:
     """The file of finished cells: a header line, then one line a cell, each written whole and at once."""
 
-    def __init__(self, path: Path, cells: dict[tuple[str, int], Cell]) -> None:
-        self.path = path
+    def __init__(self, out: Path, header: dict[str, Any], cells: dict[tuple[str, int], Cell]) -> None:
+        self.path = out / "cells.jsonl"
+        self.verdict = out / "verdict.json"
+        self.header = header
         self.cells = cells
+        self.begun = False
 
     @classmethod
     def open(cls, out: Path, header: dict[str, Any], resume: bool) -> _Record:
-        claim_directory(out)
-        path = out / "cells.jsonl"
-        cells: dict[tuple[str, int], Cell] = {}
-        if path.exists():
-            found, cells = cls._read(path)
-            if found.get("trial") != header["trial"]:
+        """Read what is there, and refuse what is of another trial."""
+        record = cls(out, header, {})
+        if not record.path.exists():
+            return record
+        found, cells = cls._read(record.path)
+        if found.get("trial") != header["trial"]:
+            raise InputError(
+                f"{out} holds the trial of {found.get('trial')}, not of {header['trial']}: choose another directory"
+            )
+        if resume:
+            changed = [_CALLED.get(k, k) for k in header if found.get(k) != header[k]]
+            if changed:
                 raise InputError(
-                    f"{out} holds the trial of {found.get('trial')}, not of {header['trial']}: choose another directory"
+                    f"{out} holds a trial with another {' and '.join(changed)}: choose another directory, or start "
+                    "over without resume"
                 )
-            if resume:
-                changed = [k for k in header if found.get(k) != header[k]]
-                if changed:
-                    raise InputError(
-                        f"{out} holds a trial with another {' and '.join(changed)}: choose another directory, or start "
-                        "over without resume"
-                    )
-            elif not (out / "verdict.json").exists() and cells:
-                raise InputError(
-                    f"{out} holds an unfinished trial of {header['trial']}: resume it, choose another directory, or "
-                    f"delete {path.name} there to start over"
-                )
-            else:
-                cells = {}
-        # Written anew, so that a line cut off by a kill is gone before the next one is added.
-        (out / "verdict.json").unlink(missing_ok=True)
-        lines = [json.dumps(header), *(json.dumps(asdict(c)) for c in cells.values())]
-        write_text(path, "\n".join(lines) + "\n")
-        return cls(path, cells)
+            record.cells = cells
+        elif cells and not record.verdict.exists():
+            raise InputError(
+                f"{out} holds an unfinished trial of {header['trial']}: resume it, choose another directory, or "
+                f"delete {record.path.name} there to start over"
+            )
+        return record
 
     @staticmethod
     def _read(path: Path) -> tuple[dict[str, Any], dict[tuple[str, int], Cell]]:
@@ -258,14 +312,26 @@ class _Record:
         return header, cells
 
     def append(self, cell: Cell) -> None:
-        line = json.dumps(asdict(cell), allow_nan=False) + "\n"
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND)
-        try:
-            os.write(descriptor, line.encode())
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        """Add a cell; the first one replaces what an earlier trial left."""
         self.cells[cell.arm, cell.seed] = cell
+        if self.begun:
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+            try:
+                os.write(descriptor, _line(asdict(cell)))
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            return
+        # Not before there is a cell: a trial that is refused for its data must not cost an earlier one's results.
+        # Written anew, so that a line cut off by a kill is gone before the next one is added.
+        self.verdict.unlink(missing_ok=True)
+        lines = [self.header, *map(asdict, self.cells.values())]
+        write_text(self.path, b"".join(map(_line, lines)).decode())
+        self.begun = True
+
+
+def _line(values: dict[str, Any]) -> bytes:
+    return json.dumps(values, allow_nan=False).encode() + b"\n"
 
 
 @dataclass

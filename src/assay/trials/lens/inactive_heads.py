@@ -127,7 +127,7 @@ TRIAL = Trial(
         ),
     ),
     budgets={
-        "quick": {"seeds": 3, "context": 128, "calibration": 16, "evaluation": 24},
+        "quick": {"seeds": 2, "context": 128, "calibration": 8, "evaluation": 12},
         "full": {"seeds": 8, "context": 128, "calibration": 64, "evaluation": 96},
     },
 )

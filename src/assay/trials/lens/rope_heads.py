@@ -401,7 +401,7 @@ TRIAL = Trial(
         Metric("induction_two", None, about="the same with θ = 0 and a moderate one"),
     ),
     budgets={
-        "quick": {"seeds": 3, "steps": 300, "batch": 64, "prompts": 16, "heads": 8, "windows": 8, "context": 128},
+        "quick": {"seeds": 2, "steps": 300, "batch": 32, "prompts": 16, "heads": 8, "windows": 8, "context": 128},
         "full": {"seeds": 5, "steps": 1000, "batch": 256, "prompts": 64, "heads": 24, "windows": 48, "context": 256},
     },
 )
