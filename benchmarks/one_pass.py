@@ -3,7 +3,7 @@
     python benchmarks/one_pass.py [--tokens 2048] [--context 512] [--peer]
 
 Every contestant runs in a process of its own. `--peer` needs `pip install transformer-lens`, which downloads a good deal;
-it is given the same weights, and the head outputs and patterns of its cache are compared with ours.
+it is given the same weights, and what the three lenses found is compared with the same formulas on its cache.
 """
 
 import argparse
@@ -20,7 +20,14 @@ from assay.core.anatomy import anatomy
 from assay.core.checkpoint import Checkpoint
 from assay.core.text import token_windows
 from assay.core.trace import trace
-from assay.lens import HeadScoreReducer, NerveReducer, RopeHeadsReducer
+from assay.lens import (
+    HeadScoreReducer,
+    NerveReducer,
+    RopeHeadsReducer,
+    block_swap_scores,
+    head_scores,
+    spectrum_metrics,
+)
 from assay.reference import builtin
 from assay.reference._text import sample
 
@@ -50,19 +57,61 @@ def lenses(model, ids):
     return reducers
 
 
+def bridge(model):
+    from transformer_lens.model_bridge.bridge import TransformerBridge
+
+    with tempfile.TemporaryDirectory() as folder:
+        model.config.save_pretrained(folder)
+        tokenizer = Checkpoint(builtin("smollm2").load()).tokenizer()
+        return TransformerBridge.boot_transformers(folder, hf_model=model, tokenizer=tokenizer, device="cpu")
+
+
+def differences(model, ids):
+    """The largest difference, relative to the largest value, between each figure of ours and the cache's."""
+    nerve, heads, rope = (reducer.result() for reducer in lenses(model, ids))
+    theta = anatomy(model).blocks[0].attention.rotary.inv_freq
+    _, cache = bridge(model).run_with_cache(ids)
+    theirs = {}
+    for layer in nerve.layers:
+        at = f"blocks.{layer}"
+        pre, post = (
+            spectrum_metrics(cache[f"{at}.mlp.{hook}"].flatten(0, 1)) for hook in ("gate.hook_out", "out.hook_in")
+        )
+        q, k, v = (cache[f"{at}.attn.hook_{x}"].transpose(1, 2) for x in "qkv")
+        scores = head_scores(cache[f"{at}.attn.hook_pattern"], v)
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        swaps = block_swap_scores(q[:, :, -1], k, theta=theta, keep_first=1)
+        found = {
+            f"nerve {n} {side}": getattr(m, n)
+            for n in ("se", "pr", "eee")
+            for side, m in (("pre", pre), ("post", post))
+        }
+        found |= {f"inactive-heads {n}": scores[n] for n in heads.scores}
+        found |= {f"rope-heads {n}": getattr(swaps, n).mean(0) for n in ("pos", "sym", "moved", "entropy", "distance")}
+        for name, value in found.items():
+            theirs.setdefault(name, []).append(value)
+    ours = {
+        f"nerve {n} {side}": getattr(getattr(nerve, side), n) for n in ("se", "pr", "eee") for side in ("pre", "post")
+    }
+    ours |= {f"inactive-heads {n}": heads[n].transpose(0, 1) for n in heads.scores}
+    ours |= {f"rope-heads {n}": getattr(rope, n) for n in ("pos", "sym", "moved", "entropy", "distance")}
+    return {
+        name: float((torch.stack(theirs[name]) - value).abs().max() / value.abs().max()) for name, value in ours.items()
+    }
+
+
+def compare(args, answer):
+    answer.put(json.dumps(differences(*load(args))))
+
+
 def contestant(name, args, answer):
     model, ids = load(args)
     run = {"plain": plain, "plain, one batch": plain_batched, "three lenses": lenses}.get(name)
     if run is None:
-        from transformer_lens.model_bridge.bridge import TransformerBridge
-
-        with tempfile.TemporaryDirectory() as folder:
-            model.config.save_pretrained(folder)
-            tokenizer = Checkpoint(builtin("smollm2").load()).tokenizer()
-            bridge = TransformerBridge.boot_transformers(folder, hf_model=model, tokenizer=tokenizer, device="cpu")
+        peer = bridge(model)
 
         def run(_model, ids):
-            return bridge.run_with_cache(ids)
+            return peer.run_with_cache(ids)
 
     run(model, ids[:1, :64])
     resting = psutil.Process().memory_info().rss
@@ -78,26 +127,35 @@ def contestant(name, args, answer):
     answer.put(json.dumps({"seconds": min(times), "peak": peak}))
 
 
+def in_a_process(function, *args):
+    context = multiprocessing.get_context("spawn")
+    answer = context.Queue()
+    process = context.Process(target=function, args=(*args, answer))
+    process.start()
+    got = json.loads(answer.get())
+    process.join()
+    return got
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--peer", action="store_true")
+    parser.add_argument("--peer", action="store_true", help="also TransformerLens")
     args = parser.parse_args()
     names = ["plain", "plain, one batch", "three lenses"] + (["TransformerLens cache"] if args.peer else [])
-    context = multiprocessing.get_context("spawn")
     base = None
     for name in names:
-        answer = context.Queue()
-        process = context.Process(target=contestant, args=(name, args, answer))
-        process.start()
-        got = json.loads(answer.get())
-        process.join()
+        got = in_a_process(contestant, name, args)
         base = base or got["seconds"]
         print(
             f"{name:<24} {got['seconds']:7.2f} s   {got['seconds'] / base:5.2f}×   peak + {got['peak'] / 2**20:7.0f} MiB"
         )
+    if args.peer:
+        print("largest relative difference from the same formulas on the cache:")
+        for name, value in in_a_process(compare, args).items():
+            print(f"{name:<28} {value:.1e}")
 
 
 if __name__ == "__main__":
