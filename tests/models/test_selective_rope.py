@@ -453,8 +453,16 @@ def test_only_the_weight_norm_scale_is_spared_from_decay():
 BAD_LAYERS = [
     ({"head_dim": 7}, "head_dim=7"),
     ({"d_model": 30}, "d_model=30 does not split into 4 heads"),
-    ({"n_kv_heads": 3}, "n_heads=4 is not a positive multiple of n_kv_heads=3"),
+    ({"n_kv_heads": 3}, "n_heads=4 is not a multiple of n_kv_heads=3"),
+    ({"d_model": 0}, "d_model=0: must be a whole number of at least 1"),
+    ({"d_model": -4}, "d_model=-4"),
+    ({"d_model": 32.0}, "d_model=32.0"),
+    ({"n_heads": 2.5}, "n_heads=2.5"),
+    ({"n_kv_heads": 0}, "n_kv_heads=0"),
+    ({"head_dim": "8"}, "head_dim='8'"),
     ({"rank": 0}, "rank=0"),
+    ({"rank": True}, "rank=True"),
+    ({"rank": 2.5}, "rank=2.5"),
     ({"conv": 0}, "conv=0"),
     ({"act": "relu"}, "act='relu'"),
     ({"act": "silu", "conv": None}, "act='silu' follows the convolution"),
@@ -481,30 +489,98 @@ def test_shapes_that_do_not_fit_are_refused():
         rope(q[:, :, :2], q, hidden)
     with pytest.raises(InputError, match=r"k has shape \(2, 4, 4, 8\)"):
         rope(q, q[:, :4], hidden)
-    with pytest.raises(InputError, match="hidden has width 16"):
-        rope(q, q, hidden[..., :16])
+    for wrong in (hidden[..., :16], hidden[:, :0], hidden[0]):
+        with pytest.raises(
+            InputError, match=r"hidden has shape .*expected \(batch, tokens, 32\) with at least one token"
+        ):
+            rope(q, q, wrong)
+    with pytest.raises(InputError, match="mask is list: expected"):
+        rope.angles(hidden, mask=[[True] * 5] * 2)
     with pytest.raises(InputError, match=r"mask is torch\.float32"):
         rope.angles(hidden, mask=torch.ones(2, 5))
     with pytest.raises(InputError, match=r"mask is torch\.bool of shape"):
         rope.angles(hidden, mask=torch.ones(2, 6, dtype=torch.bool))
 
 
+@pytest.mark.parametrize("name", ["q", "k", "hidden"])
+def test_what_is_no_floating_point_tensor_is_refused(name):
+    rope = SelectiveRoPE(32, 4, 8)
+    given = {"q": randn(2, 5, 4, 8), "k": randn(2, 5, 4, 8), "hidden": randn(2, 5, 32)}
+    with pytest.raises(InputError, match=rf"{name} is torch\.int64: pass a floating-point tensor"):
+        rope(**given | {name: given[name].long()})
+    with pytest.raises(InputError, match=f"{name} is list: pass a floating-point tensor"):
+        rope(**given | {name: given[name].tolist()})
+
+
+@pytest.mark.parametrize("rank", [16, None])
+def test_hidden_states_of_another_dtype_are_named_and_autocast_takes_them(rank):
+    rope = SelectiveRoPE(32, 4, 8, rank=rank)
+    q, hidden = randn(2, 5, 4, 8, dtype=torch.bfloat16), randn(2, 5, 32, dtype=torch.bfloat16)
+    message = r"hidden is torch\.bfloat16 and the layer's weights are torch\.float32: cast one of them"
+    with pytest.raises(InputError, match=message):
+        rope(q, q, hidden)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert rope(q, q, hidden)[0].dtype == torch.bfloat16
+    # Queries and keys are only rotated, in whatever type they come.
+    assert rope(q, q, hidden.float())[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("cls", [GatedLinearAttention, SoftmaxAttention])
+def test_layers_name_hidden_states_of_another_dtype(cls):
+    layer = cls(32, 4)
+    with pytest.raises(InputError, match=r"hidden is torch\.float16 and the layer's weights are torch\.float32"):
+        layer(randn(2, 5, 32, dtype=torch.float16))
+    with pytest.raises(InputError, match=r"hidden is torch\.int64: pass a floating-point tensor"):
+        layer(torch.zeros(2, 5, 32, dtype=torch.int64))
+
+
 def test_a_cache_from_elsewhere_is_refused():
     hidden = randn(2, 5, 32)
     _, wrong = SelectiveRoPE(32, 4, 8).angles(hidden[:1])
-    with pytest.raises(InputError, match="the cache holds shapes"):
+    with pytest.raises(
+        InputError, match=r"the cache holds inputs of shape \(1, 3, 16\) and this call needs \(2, 3, 16\)"
+    ):
         SelectiveRoPE(32, 4, 8).angles(hidden, cache=wrong)
-    for cls, pos in ((GatedLinearAttention, "none"), (SoftmaxAttention, "rope")):
+    with pytest.raises(
+        InputError, match="the cache is of type int: pass the SelectiveRoPECache that this layer's last call"
+    ):
+        SelectiveRoPE(32, 4, 8).angles(hidden, cache=5)
+    for cls, pos in ((GatedLinearAttention, "none"), (SoftmaxAttention, "rope"), (GatedLinearAttention, "rope")):
         layer = cls(32, 4, pos=pos)
         _, cache = layer(hidden[:1])
-        with pytest.raises(InputError, match="the cache holds"):
+        with pytest.raises(InputError, match=r"the cache holds (state|k) of shape"):
             layer(hidden, cache=cache)
+
+
+@pytest.mark.parametrize("cls", [GatedLinearAttention, SoftmaxAttention])
+def test_a_cache_of_another_kind_is_refused(cls):
+    hidden = randn(2, 5, 32)
+    layer = cls(32, 4, pos="rope")
+    other = SoftmaxAttention if cls is GatedLinearAttention else GatedLinearAttention
+    for wrong in (5, other(32, 4)(hidden)[1], SelectiveRoPE(32, 4, 8).angles(hidden)[1]):
+        with pytest.raises(
+            InputError, match=f"the cache is of type {type(wrong).__name__}: pass the {cls.__name__}Cache"
+        ):
+            layer(hidden, cache=wrong)
+    with pytest.raises(InputError, match="the cache holds another kind of positions than this layer"):
+        layer(hidden, cache=cls(32, 4, pos="none")(hidden)[1])
+    with pytest.raises(InputError, match="the cache holds another kind of positions than this layer"):
+        cls(32, 4, pos="none")(hidden, cache=layer(hidden)[1])
+
+
+def test_a_cache_without_what_the_short_convolution_needs_is_refused():
+    hidden = randn(2, 5, 32)
+    _, cache = GatedLinearAttention(32, 4)(hidden)
+    with pytest.raises(InputError, match=r"the cache holds inputs of shape None and this call needs \(2, 3, 96\)"):
+        GatedLinearAttention(32, 4, short_conv=4)(hidden, cache=cache)
 
 
 @pytest.mark.parametrize("cls", [GatedLinearAttention, SoftmaxAttention])
 def test_layers_refuse_what_they_cannot_take(cls):
     with pytest.raises(InputError, match="d_model=30 does not split into 4 heads"):
         cls(30, 4)
+    with pytest.raises(InputError, match="d_model=0: must be a whole number of at least 1"):
+        cls(0, 4, head_dim=8)
     with pytest.raises(InputError, match="head_dim=3"):
         cls(12, 4)
     with pytest.raises(InputError, match="pos='alibi'"):

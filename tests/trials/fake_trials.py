@@ -1,5 +1,6 @@
 """Small trials whose numbers are known, for the runner's tests; child processes import this module."""
 
+import atexit
 import os
 import random
 import sys
@@ -55,6 +56,11 @@ def pausing(data, *, seed, budget):
     return plain(data, seed=seed, budget=budget)
 
 
+def leaving(data, *, seed, budget):
+    atexit.register(Path(data["source"]).with_name("left").touch)
+    return plain(data, seed=seed, budget=budget)
+
+
 def hungry(data, *, seed, budget):
     block = bytearray(64 << 20)
     block[::4096] = b"x" * len(block[::4096])
@@ -107,5 +113,6 @@ FAILING = trial(good, failing, nan, short, refusing, dying)
 PAUSING = trial(good, pausing)
 HUNGRY = trial(hungry, plain, prepare=greedy_prepare)
 READING = trial(reading)
+LEAVING = trial(leaving)
 BAD_PREPARE = trial(good, prepare=bad_prepare)
 REFUSING_PREPARE = trial(good, prepare=refusing_prepare)

@@ -104,6 +104,13 @@ def test_an_arm_has_one_thread_and_an_empty_standard_input():
     assert run_trial(fake_trials.READING, seeds=1).cells[0].metrics["size"] == 1
 
 
+def test_what_an_arm_registers_for_its_end_is_run(tmp_path):
+    table = tmp_path / "table.csv"
+    table.write_text("a,b\n1,2\n")
+    assert run_trial(fake_trials.LEAVING, on=table, seeds=1).cells[0].failure is None
+    assert (tmp_path / "left").exists()
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -79,8 +79,11 @@ def solve_codebook(
     signed: bool = True,
     criterion: Criterion = "mse",
     data: Float[Tensor, "..."] | Literal["gaussian"] = "gaussian",
+    *,
+    fixed: Sequence[float] | None = None,
+    levels: int = 16,
 ) -> Codebook:
-    """The 16 levels with the least error of the original weights, for blocks of a given size.
+    """The levels with the least error of the original weights, for blocks of a given size.
 
     Each level is the centroid of its cell, weighted by the block's scale m, because (ŵ − w)² = m² (x̂ − x)²: the
     m²-weighted mean for "mse", the |m|-weighted median for "mae". 0 and +1 are kept as levels, and −1 too if not
@@ -94,6 +97,9 @@ def solve_codebook(
         criterion: "mse" or "mae".
         data: "gaussian", or your own weights, of any shape: their empirical distribution then takes the place of
             the Gaussian. Worth it for heavy-tailed weights.
+        fixed: the levels that do not move; by default 0 and 1, and −1 too if not `signed`. The ends at which the
+            largest weight of a block stands must be among them: 1, and −1 if not `signed`.
+        levels: how many, 2 to 16, the fixed ones included. A code takes 4 bits whatever their number.
 
     Returns:
         The codebook.
@@ -114,15 +120,20 @@ def solve_codebook(
     check_block_size(block_size)
     if criterion not in ("mse", "mae"):
         raise InputError(f'criterion is {criterion!r}: use "mse" or "mae"')
+    if not isinstance(levels, int) or isinstance(levels, bool) or not 2 <= levels <= 16:
+        raise InputError(f"levels is {levels!r}: 4 bits hold a whole number from 2 to 16")
+    kept = _kept(fixed, signed, levels)
     if isinstance(data, str):
         if data != "gaussian":
             raise InputError(f'data is {data!r}: use "gaussian" or a tensor of weights')
-        levels = _gaussian_levels(block_size, signed, criterion)
+        solved = _gaussian_levels(block_size, signed, criterion, kept, levels)
     else:
-        levels = _lloyd(_sample_centroids(data, block_size, signed, criterion), _start(signed), _fixed(signed))
+        centroids = _sample_centroids(data, block_size, signed, criterion)
+        solved = _lloyd(centroids, *_start(signed, kept, levels))
     source = "" if isinstance(data, str) else ", from data"
-    name = f"BOF4{'-S' if signed else ''} ({criterion.upper()}{source})"
-    return Codebook(levels, "signed" if signed else "absmax", name)
+    number = "" if levels == 16 else f", {levels} levels"
+    name = f"BOF4{'-S' if signed else ''} ({criterion.upper()}{source}{number})"
+    return Codebook(solved, "signed" if signed else "absmax", name)
 
 
 def nf4_codebook() -> Codebook:
@@ -191,15 +202,31 @@ def rtn_codebook(kind: Literal["signed", "absmax", "minmax"] = "signed") -> Code
     raise InputError(f'kind of rounding is {kind!r}: use "signed", "absmax" or "minmax"')
 
 
-def _start(signed: bool) -> Array:
-    levels = np.array(_NF4)
+def _kept(fixed: Sequence[float] | None, signed: bool, levels: int) -> tuple[float, ...]:
+    ends = (1.0,) if signed else (-1.0, 1.0)
+    if fixed is None:
+        return tuple(sorted((0.0, *ends)[:levels])) if levels > len(ends) else ends
+    kept = tuple(sorted(map(float, fixed)))
+    if not all(-1 <= v <= 1 for v in kept) or len(set(kept)) < len(kept) or not set(ends) <= set(kept):
+        raise InputError(
+            f"fixed is {tuple(fixed)!r}: give different levels from -1 to 1, and {' and '.join(f'{e:g}' for e in ends)} "
+            "among them, where the largest weight of a block stands"
+        )
+    if len(kept) > levels:
+        raise InputError(f"fixed has {len(kept)} levels and levels is {levels}: give at least as many levels")
+    return kept
+
+
+def _start(signed: bool, fixed: tuple[float, ...], n_levels: int) -> tuple[Array, list[int]]:
+    """Levels to start from, NF4's thinned to their number and the nearest ones put on the fixed, and where those are."""
+    nf4 = np.array(_NF4)
     if signed:
-        levels[0] = -0.87
-    return levels
-
-
-def _fixed(signed: bool) -> list[int]:
-    return [_ZERO, 15] if signed else [0, _ZERO, 15]
+        nf4[0] = -0.87
+    free = np.interp(np.linspace(0, 15, n_levels), np.arange(16), nf4)
+    for value in fixed:
+        free = np.delete(free, np.abs(free - value).argmin())
+    levels = np.sort(np.concatenate([free, fixed]))
+    return levels, np.searchsorted(levels, fixed).tolist()
 
 
 def _lloyd(
@@ -220,9 +247,11 @@ def _lloyd(
 
 
 @cache
-def _gaussian_levels(block_size: int, signed: bool, criterion: Criterion) -> tuple[float, ...]:
+def _gaussian_levels(
+    block_size: int, signed: bool, criterion: Criterion, fixed: tuple[float, ...], n_levels: int
+) -> tuple[float, ...]:
     law = _NormalisedGaussian(block_size, power=2 if criterion == "mse" else 1)
-    return _lloyd(law.means if criterion == "mse" else law.medians, _start(signed), _fixed(signed))
+    return _lloyd(law.means if criterion == "mse" else law.medians, *_start(signed, fixed, n_levels))
 
 
 @cache
@@ -236,7 +265,7 @@ def _af4_levels(block_size: int, zero_aware: bool) -> tuple[float, ...]:
         below[_ZERO] = above[_ZERO + 1] = 0.0
         return np.concatenate([law.medians(below, levels)[:_ZERO], law.medians(above, levels)[_ZERO:]])
 
-    return _lloyd(centroids, _start(signed=False), _fixed(signed=False))
+    return _lloyd(centroids, *_start(False, (-1.0, 0.0, 1.0), 16))
 
 
 class _NormalisedGaussian:
@@ -491,6 +520,14 @@ def _measure(name: str, weight: Tensor, packed: QTensor) -> LayerError:
     )
 
 
+def _given(codebook: object) -> Codebook | None:
+    if codebook is None or isinstance(codebook, Codebook):
+        return codebook
+    raise InputError(
+        f"codebook is {type(codebook).__name__}: pass a Codebook, such as nf4_codebook(), or None for BOF4's levels"
+    )
+
+
 def quantize_module(
     model: nn.Module,
     codebook: Codebook | None = None,
@@ -523,7 +560,7 @@ def quantize_module(
         >>> quantize_module(torch.nn.Sequential(torch.nn.Linear(64, 8)))[0]
         QuantizedLinear(in_features=64, out_features=8, bias=True, bits_per_weight=...)
     """
-    book = codebook or solve_codebook(block_size)
+    book = _given(codebook) or solve_codebook(block_size)
     new, _, _ = _packed_layers(model, book, block_size, opq, skip, scale_dtype, measure=False)
     return swap(model, new)
 
@@ -630,7 +667,7 @@ def bof4(
     """
     if not isinstance(model_or_weight, Tensor | nn.Module):
         raise InputError(f"bof4 was given a {type(model_or_weight).__name__}: pass a tensor or a torch module")
-    book = codebook or solve_codebook(block_size, signed, criterion)
+    book = _given(codebook) or solve_codebook(block_size, signed, criterion)
     if isinstance(model_or_weight, Tensor):
         packed = quantize(model_or_weight, book, block_size, opq, scale_dtype=scale_dtype)
         return packed, Bof4Result((_measure("weight", model_or_weight, packed),), {}, book, block_size, opq, 0)

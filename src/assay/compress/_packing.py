@@ -31,7 +31,7 @@ def pack(codes: Integer[Tensor, "*rows n"], bits: int) -> UInt8[Tensor, "*rows b
     tensor([213,   1], dtype=torch.uint8)
     """
     _check(bits)
-    if codes.numel() and not (0 <= int(codes.min()) and int(codes.max()) < 2**bits):
+    if codes.numel() and not (int(codes.min()) >= 0 and int(codes.max()) < 2**bits):
         raise InputError(
             f"codes run from {int(codes.min())} to {int(codes.max())}: {bits} bits hold 0 to {2**bits - 1}"
         )

@@ -84,13 +84,8 @@ def paired_interval(
     >>> paired_interval([3.0, 4.0, 6.0], [1.0, 1.0, 2.0], method="t").mean
     3.0
     """
-    first = _values(a, "a")
-    if b is not None:
-        second = _values(b, "b")
-        if first.shape != second.shape:
-            raise InputError(f"a has {first.size} values and b has {second.size}: give one of each per pair")
-        first = first - second
-    return _ratio_of_sums(first, np.ones_like(first), level, method, n_resamples, seed)
+    d = _differences(a, b)
+    return _ratio_of_sums(d, np.ones_like(d), level, method, n_resamples, seed)
 
 
 def mean_interval(
@@ -158,9 +153,7 @@ def ratio_interval(
     >>> ratio_interval([2.0, 4.0], [1.0, 2.0]).mean
     2.0
     """
-    top, bottom = _values(a, "a"), _values(b, "b")
-    if top.shape != bottom.shape:
-        raise InputError(f"a has {top.size} values and b has {bottom.size}: give one of each per pair")
+    top, bottom = _pairs(a, b, "a", "b")
     if min(top.min(), bottom.min()) <= 0:
         raise InputError("a ratio needs positive values in a and b")
     return _ratio_of_sums(top, bottom, level, method, n_resamples, seed, log=True)
@@ -183,12 +176,7 @@ def effect_size(a: ArrayLike, b: ArrayLike | None = None) -> float:
     >>> round(effect_size([1.0, 2.0, 3.0]), 4)
     1.1284
     """
-    d = _values(a, "a")
-    if b is not None:
-        other = _values(b, "b")
-        if d.shape != other.shape:
-            raise InputError(f"a has {d.size} values and b has {other.size}: give one of each per pair")
-        d = d - other
+    d = _differences(a, b)
     if d.size < 3:
         return float("nan")
     if _constant(d, np.abs(d).max()):
@@ -215,9 +203,7 @@ def pearson(x: ArrayLike, y: ArrayLike, *, level: float = 0.95) -> Interval:
     >>> pearson([1, 2, 3, 4], [1, 3, 2, 4]).mean
     0.8
     """
-    u, v = _values(x, "x"), _values(y, "y")
-    if u.shape != v.shape:
-        raise InputError(f"x has {u.size} values and y has {v.size}: give one of each per pair")
+    u, v = _pairs(x, y, "x", "y")
     if u.size < 2:
         raise InputError("x has 1 value: a correlation needs at least two pairs")
     _check_level(level)
@@ -247,6 +233,22 @@ def _values(values: Any, name: str) -> Float[np.ndarray, "n"]:
     if bad.size:
         raise InputError(f"{name} has {bad.size} values that are not finite (first at {bad[0]}): leave them out")
     return array
+
+
+def _pairs(
+    a: ArrayLike, b: ArrayLike, a_name: str, b_name: str
+) -> tuple[Float[np.ndarray, "n"], Float[np.ndarray, "n"]]:
+    first, second = _values(a, a_name), _values(b, b_name)
+    if first.shape != second.shape:
+        raise InputError(f"{a_name} has {first.size} values and {b_name} has {second.size}: give one of each per pair")
+    return first, second
+
+
+def _differences(a: ArrayLike, b: ArrayLike | None) -> Float[np.ndarray, "n"]:
+    if b is None:
+        return _values(a, "a")
+    first, second = _pairs(a, b, "a", "b")
+    return first - second
 
 
 def _check_level(level: float) -> None:

@@ -160,6 +160,11 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and bool(np.isfinite(float(value)))
 
 
+def _is_one_of(value: Any, choices: tuple[Any, ...]) -> bool:
+    # An array compares with each of its entries, and `in` would then have no truth value to go by.
+    return not isinstance(value, np.ndarray) and value in choices
+
+
 class _LinearItemModel(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):  # type: ignore[misc]
     """What the three estimators share: everything but their parameters and the two numbers per column."""
 
@@ -170,9 +175,9 @@ class _LinearItemModel(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):  
     def _check_parameters(self) -> None:
         _require(_is_number(self.l2) and self.l2 >= 0, "l2", self.l2, "a number of at least 0")
         solvers = ("auto", "items", "users")
-        _require(self.solver in solvers, "solver", self.solver, "one of " + ", ".join(map(repr, solvers)))
+        _require(_is_one_of(self.solver, solvers), "solver", self.solver, "one of " + ", ".join(map(repr, solvers)))
         dtypes = ("float32", "float64", np.float32, np.float64)
-        _require(self.dtype in dtypes, "dtype", self.dtype, "float32 or float64")
+        _require(_is_one_of(self.dtype, dtypes), "dtype", self.dtype, "float32 or float64")
 
     def _ridge(self) -> _Ridge:
         raise NotImplementedError
@@ -378,6 +383,7 @@ class DEQL(_LinearItemModel):
         _require(_is_number(self.a) and self.a > 0, "a", self.a, "a number above 0")
         _require(_is_number(self.b) and self.b >= 0, "b", self.b, "a number of at least 0")
         _require(_is_number(self.p) and 0 < self.p < 1, "p", self.p, "between 0 and 1, both excluded")
+        _require(isinstance(self.zero_diag, bool | np.bool_), "zero_diag", self.zero_diag, "True or False")
         if self.b == 0 and self.l2 == 0 and not self.zero_diag:
             raise InputError("b=0 with l2=0 leaves the diagonal of W undetermined: set zero_diag=True, or l2 > 0")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Literal
 
 import torch
@@ -184,14 +185,15 @@ class SelectiveRoPE(nn.Module):
         init_scale: float | None = None,
     ) -> None:
         super().__init__()
+        _check_size("d_model", d_model)
         n_kv_heads = _check_heads(n_heads, n_kv_heads, head_dim)
         if d_model % n_kv_heads:
             raise InputError(
                 f"d_model={d_model} does not split into {n_kv_heads} heads: choose a multiple of {n_kv_heads}"
             )
         for name, value in (("rank", rank), ("conv", conv)):
-            if value is not None and value < 1:
-                raise InputError(f"{name}={value}: must be at least 1, or None")
+            if value is not None:
+                _check_size(name, value)
         _check_choice("act", act, ("silu", None))
         _check_choice("temp", temp, ("rope", "rfa"))
         _check_choice("gate", gate, ("head", "angle", None))
@@ -251,21 +253,17 @@ class SelectiveRoPE(nn.Module):
             Angles in at least float32, and the cache for the tokens that follow.
 
         Raises:
-            InputError: shapes that do not fit.
+            InputError: shapes, dtypes or a cache that do not fit.
         """
-        batch, tokens, width = hidden.shape
-        if width != self.d_model:
-            raise InputError(f"hidden has width {width}: this layer was built for d_model={self.d_model}")
+        _check_hidden(hidden, self.d_model, self.phase_weight if self.rank is None else self.phase_in)
+        batch, tokens = hidden.shape[:2]
         _check_mask(mask, batch, tokens)
         channels = self.n_kv_heads * self.n_angles
-        past = 1 if self.conv is None else self.conv - 1
         if cache is not None:
-            want = ((batch, past, channels), (batch, self.n_kv_heads, self.n_angles))
-            have = (tuple(cache.inputs.shape), tuple(cache.angle.shape))
-            if have != want:
-                raise InputError(
-                    f"the cache holds shapes {have} and this call needs {want}: use one from this layer and batch"
-                )
+            _check_kind(cache, SelectiveRoPECache)
+            past = 1 if self.conv is None else self.conv - 1
+            shapes = {"inputs": (batch, past, channels), "angle": (batch, self.n_kv_heads, self.n_angles)}
+            _check_shapes(cache, shapes)
 
         chunks = F.normalize(hidden.unflatten(-1, (self.n_kv_heads, -1)), dim=-1)
         unit = chunks.flatten(-2)
@@ -327,16 +325,14 @@ class SelectiveRoPE(nn.Module):
             The rotated queries and keys in their own dtypes, and the cache for the tokens that follow.
 
         Raises:
-            InputError: shapes that do not fit.
+            InputError: shapes, dtypes or a cache that do not fit.
         """
-        lead = tuple(hidden.shape[:2])
-        for name, x, heads in (("q", q, self.n_heads), ("k", k, self.n_kv_heads)):
-            if tuple(x.shape) != (*lead, heads, self.head_dim):
-                raise InputError(
-                    f"{name} has shape {tuple(x.shape)}: expected {(*lead, heads, self.head_dim)} "
-                    "(batch, tokens, heads, head_dim)"
-                )
         angle, cache = self.angles(hidden, mask=mask, cache=cache)
+        for name, x, heads in (("q", q, self.n_heads), ("k", k, self.n_kv_heads)):
+            _check_floating(name, x)
+            want = (*hidden.shape[:2], heads, self.head_dim)
+            if tuple(x.shape) != want:
+                raise InputError(f"{name} has shape {tuple(x.shape)}: expected {want} (batch, tokens, heads, head_dim)")
         cos, sin = angle.cos(), angle.sin()
         return _rotate(q, cos, sin), _rotate(k, cos, sin), cache
 
@@ -359,8 +355,8 @@ class _FixedRoPE(nn.Module):
         cache: SelectiveRoPECache | None = None,
     ) -> tuple[Tensor, Tensor, SelectiveRoPECache]:
         batch, tokens = q.shape[:2]
-        if cache is not None and cache.angle.shape != (batch, 1, self.n_angles):
-            raise InputError(f"the cache is for a batch of {cache.angle.shape[0]} and this call has {batch}")
+        if cache is not None:
+            _check_shapes(cache, {"angle": (batch, 1, self.n_angles)})
         wide = torch.promote_types(q.dtype, torch.float32)
         step = rope_temperature(
             self.n_angles, base=self.base, temp_max=self.temp_max, dtype=wide, device=q.device
@@ -410,11 +406,18 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _check_heads(n_heads: int, n_kv_heads: int | None, head_dim: int) -> int:
     n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
-    if n_heads < 1 or n_kv_heads < 1 or n_heads % n_kv_heads:
-        raise InputError(f"n_heads={n_heads} is not a positive multiple of n_kv_heads={n_kv_heads}")
-    if head_dim < 2 or head_dim % 2:
+    for name, value in (("n_heads", n_heads), ("n_kv_heads", n_kv_heads), ("head_dim", head_dim)):
+        _check_size(name, value)
+    if n_heads % n_kv_heads:
+        raise InputError(f"n_heads={n_heads} is not a multiple of n_kv_heads={n_kv_heads}")
+    if head_dim % 2:
         raise InputError(f"head_dim={head_dim}: rotations turn pairs of channels, so it must be even")
     return n_kv_heads
+
+
+def _check_size(name: str, value: object) -> None:
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+        raise InputError(f"{name}={value!r}: must be a whole number of at least 1")
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
@@ -422,12 +425,66 @@ def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None
         raise InputError(f"{name}={value!r}: choose one of {', '.join(map(repr, choices))}")
 
 
-def _check_mask(mask: Tensor | None, batch: int, tokens: int) -> None:
-    if mask is not None and (tuple(mask.shape) != (batch, tokens) or mask.dtype != torch.bool):
+def _check_floating(name: str, x: object) -> None:
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        have = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise InputError(f"{name} is {have}: pass a floating-point tensor")
+
+
+def _check_hidden(hidden: Tensor, d_model: int, projection: nn.Module | Tensor) -> None:
+    """Refuse hidden states that the layer's first projection, a module or its weight, cannot take."""
+    _check_floating("hidden", hidden)
+    if hidden.ndim != 3 or hidden.shape[2] != d_model or hidden.shape[1] < 1:
         raise InputError(
-            f"mask is {mask.dtype} of shape {tuple(mask.shape)}: expected torch.bool of shape {(batch, tokens)}, "
-            "True at tokens"
+            f"hidden has shape {tuple(hidden.shape)}: expected (batch, tokens, {d_model}) with at least one token"
         )
+    weight = projection if isinstance(projection, Tensor) else next(projection.parameters(), None)
+    # A projection that was packed since has no such weight, and takes what it takes.
+    if weight is None or not weight.is_floating_point() or weight.dtype == hidden.dtype:
+        return
+    if not torch.is_autocast_enabled(hidden.device.type):
+        raise InputError(
+            f"hidden is {hidden.dtype} and the layer's weights are {weight.dtype}: cast one of them, or run under "
+            "torch.autocast"
+        )
+
+
+def _check_mask(mask: Tensor | None, batch: int, tokens: int) -> None:
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or tuple(mask.shape) != (batch, tokens) or mask.dtype != torch.bool:
+        have = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise InputError(f"mask is {have}: expected torch.bool of shape {(batch, tokens)}, True at tokens")
+
+
+def _check_kind(cache: object, kind: type) -> None:
+    if not isinstance(cache, kind):
+        raise InputError(
+            f"the cache is of type {type(cache).__name__}: pass the {kind.__name__} that this layer's last call returned, or "
+            "None"
+        )
+
+
+def _check_shapes(cache: object, shapes: Mapping[str, tuple[int, ...] | None]) -> None:
+    """Refuse a cache of another layer or batch; None is for what this layer does not keep."""
+    for name, want in shapes.items():
+        kept = getattr(cache, name)
+        have = None if kept is None else tuple(kept.shape)
+        if have != want:
+            raise InputError(
+                f"the cache holds {name} of shape {have} and this call needs {want}: use one from this layer and batch"
+            )
+
+
+def _rope_cache(
+    cache: GatedLinearAttentionCache | SoftmaxAttentionCache | None, rope: nn.Module | None
+) -> SelectiveRoPECache | None:
+    """What the position embedding left in a layer's cache."""
+    if cache is None:
+        return None
+    if (cache.rope is None) != (rope is None):
+        raise InputError("the cache holds another kind of positions than this layer: use one from this layer")
+    return cache.rope
 
 
 def _position_module(
@@ -452,19 +509,13 @@ def _position_module(
 
 
 def _head_dim(d_model: int, n_heads: int, head_dim: int | None) -> int:
+    _check_size("d_model", d_model)
+    _check_size("n_heads", n_heads)
     if head_dim is not None:
         return head_dim
-    if n_heads < 1 or d_model % n_heads:
+    if d_model % n_heads:
         raise InputError(f"d_model={d_model} does not split into {n_heads} heads: pass head_dim")
     return d_model // n_heads
-
-
-def _check_hidden(hidden: Tensor, d_model: int, mask: Tensor | None) -> None:
-    if hidden.ndim != 3 or hidden.shape[2] != d_model or hidden.shape[1] < 1:
-        raise InputError(
-            f"hidden has shape {tuple(hidden.shape)}: expected (batch, tokens, {d_model}) with at least one token"
-        )
-    _check_mask(mask, hidden.shape[0], hidden.shape[1])
 
 
 @dataclass(frozen=True)
@@ -534,10 +585,9 @@ class GatedLinearAttention(nn.Module):
         _check_heads(n_heads, None, head_dim)
         if d_model % n_heads:
             raise InputError(f"d_model={d_model} does not split into {n_heads} heads of values")
-        if chunk < 1:
-            raise InputError(f"chunk={chunk}: must be at least 1")
-        if short_conv is not None and short_conv < 1:
-            raise InputError(f"short_conv={short_conv}: must be at least 1, or None")
+        _check_size("chunk", chunk)
+        if short_conv is not None:
+            _check_size("short_conv", short_conv)
         self.d_model, self.n_heads, self.head_dim = d_model, n_heads, head_dim
         self.qk_norm, self.chunk = qk_norm, chunk
         key_width = n_heads * head_dim
@@ -579,14 +629,20 @@ class GatedLinearAttention(nn.Module):
             The layer's output, and the cache for the tokens that follow.
 
         Raises:
-            InputError: shapes that do not fit.
+            InputError: shapes, dtypes or a cache that do not fit.
         """
-        _check_hidden(hidden, self.d_model, mask)
-        if cache is not None and cache.state.shape[:3] != (hidden.shape[0], self.n_heads, self.head_dim):
-            raise InputError(
-                f"the cache holds a state of shape {tuple(cache.state.shape)} and this call needs "
-                f"({hidden.shape[0]}, {self.n_heads}, {self.head_dim}, …): use one from this layer and batch"
-            )
+        _check_hidden(hidden, self.d_model, self.qkv)
+        batch, tokens = hidden.shape[:2]
+        _check_mask(mask, batch, tokens)
+        if cache is not None:
+            _check_kind(cache, GatedLinearAttentionCache)
+            past = None if self.conv_weight is None else self.conv_weight.shape[1] - 1
+            shapes = {
+                "state": (batch, self.n_heads, self.head_dim, self.d_model // self.n_heads),
+                "inputs": None if past is None else (batch, past, sum(self._widths)),
+            }
+            _check_shapes(cache, shapes)
+        rope = _rope_cache(cache, self.rope)
         keep = None if mask is None else mask.unsqueeze(-1)
         if keep is not None:
             hidden = hidden * keep
@@ -598,9 +654,8 @@ class GatedLinearAttention(nn.Module):
             # The convolution reaches from the last tokens into padding on the right.
             mixed = mixed * keep
         q, k, v = (x.unflatten(-1, (self.n_heads, -1)) for x in mixed.split(self._widths, dim=-1))
-        rope = None
         if self.rope is not None:
-            q, k, rope = self.rope(q, k, hidden, mask=mask, cache=None if cache is None else cache.rope)
+            q, k, rope = self.rope(q, k, hidden, mask=mask, cache=rope)
         if self.qk_norm:
             q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
         log_decay = None
@@ -700,19 +755,19 @@ class SoftmaxAttention(nn.Module):
             The layer's output, and the cache for the tokens that follow.
 
         Raises:
-            InputError: shapes that do not fit.
+            InputError: shapes, dtypes or a cache that do not fit.
         """
-        _check_hidden(hidden, self.d_model, mask)
+        _check_hidden(hidden, self.d_model, self.qkv)
         batch, tokens = hidden.shape[:2]
-        if cache is not None and (cache.k.shape[0], *cache.k.shape[2:]) != (batch, self.n_kv_heads, self.head_dim):
-            raise InputError(
-                f"the cache holds keys of shape {tuple(cache.k.shape)} and this call needs "
-                f"({batch}, past, {self.n_kv_heads}, {self.head_dim}): use one from this layer and batch"
-            )
+        _check_mask(mask, batch, tokens)
+        if cache is not None:
+            _check_kind(cache, SoftmaxAttentionCache)
+            kept = (batch, cache.k.shape[1], self.n_kv_heads, self.head_dim)
+            _check_shapes(cache, {"k": kept, "v": kept, "keep": kept[:2]})
+        rope = _rope_cache(cache, self.rope)
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self.qkv(hidden).split(self._widths, dim=-1))
-        rope = None
         if self.rope is not None:
-            q, k, rope = self.rope(q, k, hidden, mask=mask, cache=None if cache is None else cache.rope)
+            q, k, rope = self.rope(q, k, hidden, mask=mask, cache=rope)
         keep = torch.ones(batch, tokens, dtype=torch.bool, device=hidden.device) if mask is None else mask
         if cache is not None:
             k, v = torch.cat([cache.k, k], 1), torch.cat([cache.v, v], 1)
