@@ -152,6 +152,64 @@ def test_single_cell_median_is_weighted_by_scale():
     assert centroids(np.array([-1.0, 0.4, 0.8, 1.0]), np.zeros(3))[1] == pytest.approx(0.5)
 
 
+def test_defaults_fix_zero_and_the_ends():
+    assert solve_codebook(64, fixed=(0, 1), levels=16) == solve_codebook(64)
+    assert solve_codebook(64, False, fixed=(1, -1, 0)) == solve_codebook(64, False)
+
+
+@pytest.mark.parametrize("criterion", ["mse", "mae"])
+def test_signed_levels_with_both_ends_fixed_are_those_of_unsigned_blocks(criterion):
+    # Given the scale, the other weights of a block follow the same law, and the largest one moves no level.
+    both = solve_codebook(64, True, criterion, fixed=(-1, 0, 1))
+    assert both.levels == solve_codebook(64, False, criterion).levels
+    assert both.scaling == "signed"
+
+
+def test_one_free_level_between_fixed_ends_is_the_mean_of_its_cell():
+    # Between -1 and 1 the free level's cell is symmetric about zero.
+    assert solve_codebook(2, False, fixed=(-1, 1), levels=3).levels == pytest.approx((-1, 0, 1), abs=1e-8)
+    # Two weights a block: the smaller one, divided by the larger, with its share of the cell below (free + 1) / 2.
+    free = solve_codebook(2, True, fixed=(1,), levels=2).levels[0]
+    generator = np.random.default_rng(0)
+    pairs = np.abs(generator.standard_normal((2**21, 2)))
+    scale, x = pairs.max(1), pairs.min(1) / pairs.max(1) * generator.choice([-1, 1], 2**21)
+    inside = x < (free + 1) / 2
+    mean = np.average(x[inside], weights=scale[inside] ** 2)
+    assert free == pytest.approx(mean, abs=2e-3)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize(("fixed", "levels"), [(None, 4), (None, 8), ((-1, 1), 5), ((-1, -0.5, 0, 1), 7)])
+def test_any_number_of_levels_is_stationary(fixed, levels, signed):
+    book = solve_codebook(64, signed, fixed=fixed, levels=levels)
+    assert len(book.levels) == levels
+    held = set(fixed or ((0, 1) if signed else (-1, 0, 1)))
+    assert held <= set(book.levels)
+    at = np.array(book.levels)
+    edges = np.concatenate([[-1], (at[1:] + at[:-1]) / 2, [1]])
+    centroids = method._sample_centroids(normal(2**20, seed=3), 64, signed, "mse")(edges, at)
+    free = [k for k, v in enumerate(book.levels) if v not in held]
+    assert np.abs(centroids - at)[free].max() < 3e-3
+
+
+def test_more_levels_cost_less(gaussian):
+    w = gaussian[: 2**18]
+    errors = [block_errors(w, solve_codebook(64, levels=n))[0] for n in (2, 3, 4, 6, 8, 12, 16)]
+    assert errors == sorted(errors, reverse=True)
+    # Twice as many levels make about a quarter of the error.
+    assert errors[-1] / errors[-3] == pytest.approx(0.25, abs=0.05)
+
+
+def test_few_levels_fit_given_weights_too():
+    w = student(5, seed=1)
+    fitted = solve_codebook(64, data=w, levels=6)
+    assert len(fitted.levels) == 6
+    assert block_errors(w, fitted)[0] < block_errors(w, solve_codebook(64, levels=6))[0]
+    packed, cost = bof4(w, codebook=fitted, opq=None)
+    assert cost.codebook.name == "BOF4-S (MSE, from data, 6 levels)"
+    assert packed.bits_per_weight == pytest.approx(4.25)
+
+
 def test_default_solve_is_deterministic():
     method._gaussian_levels.cache_clear()
     first = solve_codebook(64)
@@ -754,6 +812,14 @@ def with_bad_entries():
         (lambda: solve_codebook(1), "block_size is 1"),
         (lambda: solve_codebook(64, criterion="rmse"), "criterion is 'rmse'"),
         (lambda: solve_codebook(64, data="laplace"), "data is 'laplace'"),
+        (lambda: solve_codebook(64, levels=17), "levels is 17: 4 bits hold a whole number from 2 to 16"),
+        (lambda: solve_codebook(64, levels=8.0), "levels is 8.0"),
+        (lambda: solve_codebook(64, fixed=(0, 2)), "give different levels from -1 to 1, among them 1, where"),
+        (lambda: solve_codebook(64, False, fixed=(0, 1)), "among them -1 and 1"),
+        (lambda: solve_codebook(64, fixed=(0, 0, 1)), "give different levels"),
+        (lambda: solve_codebook(64, fixed=(math.nan, 1)), "give different levels"),
+        (lambda: solve_codebook(64, fixed=5), "fixed is 5: give different levels"),
+        (lambda: solve_codebook(64, fixed=(-1, 0, 1), levels=2), "fixed has 3 levels and levels is 2"),
         (lambda: solve_codebook(64, data=torch.zeros(128)), "no weight other than zero"),
         (lambda: solve_codebook(64, data=torch.zeros(0)), "no weight other than zero"),
         (lambda: solve_codebook(64, data=with_bad_entries()), "data has 2 non-finite entries"),

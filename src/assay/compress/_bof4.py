@@ -203,14 +203,18 @@ def rtn_codebook(kind: Literal["signed", "absmax", "minmax"] = "signed") -> Code
 
 
 def _kept(fixed: Sequence[float] | None, signed: bool, levels: int) -> tuple[float, ...]:
+    """The levels that do not move, ascending."""
     ends = (1.0,) if signed else (-1.0, 1.0)
     if fixed is None:
-        return tuple(sorted((0.0, *ends)[:levels])) if levels > len(ends) else ends
-    kept = tuple(sorted(map(float, fixed)))
+        return tuple(sorted((*ends, 0.0)[:levels]))
+    try:
+        kept = tuple(sorted(map(float, fixed)))
+    except (TypeError, ValueError):
+        kept = ()
     if not all(-1 <= v <= 1 for v in kept) or len(set(kept)) < len(kept) or not set(ends) <= set(kept):
         raise InputError(
-            f"fixed is {tuple(fixed)!r}: give different levels from -1 to 1, and {' and '.join(f'{e:g}' for e in ends)} "
-            "among them, where the largest weight of a block stands"
+            f"fixed is {fixed!r}: give different levels from -1 to 1, among them "
+            f"{' and '.join(f'{e:g}' for e in ends)}, where the largest weight of a block stands"
         )
     if len(kept) > levels:
         raise InputError(f"fixed has {len(kept)} levels and levels is {levels}: give at least as many levels")
