@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -185,6 +185,25 @@ class QTensor:
                 first, last = torch.searchsorted(self.outlier_index, ends).tolist()
             values[self.outlier_index[first:last] - lo] = self.outlier_value[first:last].float()
         return values[start - lo : stop - lo]
+
+    def rows(self, first: int, last: int) -> Float[Tensor, "rows in"]:
+        """Some rows of a matrix, decoded, in float32."""
+        n = self.shape[-1]
+        return self.decode(first * n, last * n).view(-1, n)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What has to be stored."""
+        return {name: t for name in _BUFFERS if (t := getattr(self, name)) is not None}
+
+    def settings(self) -> dict[str, Any]:
+        """What else has to be known."""
+        return {"block_size": self.block_size}
+
+    @classmethod
+    def from_stored(cls, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], shape: torch.Size) -> QTensor:
+        """The inverse of `tensors` and `settings`, with float32 as the type that it decodes to."""
+        stored = {name: tensors.get(name) for name in _BUFFERS}
+        return cls(**stored, **settings, shape=shape, dtype=torch.float32)  # type: ignore[arg-type]
 
     def _rescale(self, values: Tensor, block: int) -> None:
         whole = values.numel() // self.block_size
@@ -435,38 +454,38 @@ class _DecodedWeight(Tensor):
         )
 
 
-class _Product(torch.autograd.Function):
+class Product(torch.autograd.Function):
     """x Wᵀ that keeps the packed weights, not the decoded ones, for the backward pass."""
 
     @staticmethod
-    def forward(x: Tensor, weight: QTensor) -> Tensor:
+    def forward(x: Tensor, weight: Any) -> Tensor:
         few = x.shape[0] <= _FEW_ROWS
         dtype = torch.promote_types(x.dtype, torch.float32) if few else x.dtype
         cast = x.to(dtype)
-        parts = [cast @ rows.to(dtype).T for _, rows in _row_chunks(weight)]
+        parts = [cast @ rows.to(dtype).T for _, rows in row_chunks(weight)]
         return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).to(x.dtype)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, QTensor], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Any], output: Tensor) -> None:
         ctx.weight = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         total_dtype = torch.promote_types(grad.dtype, torch.float32)
         total = grad.new_zeros(grad.shape[0], ctx.weight.shape[1], dtype=total_dtype)
-        for span, rows in _row_chunks(ctx.weight):
+        for span, rows in row_chunks(ctx.weight):
             total += grad[:, span] @ rows.to(grad.dtype)
         return total.to(grad.dtype), None
 
 
-def _row_chunks(weight: QTensor) -> Iterator[tuple[slice, Tensor]]:
-    """A matrix decoded a few rows at a time: which rows, and their values in float32."""
+def row_chunks(weight: Any) -> Iterator[tuple[slice, Tensor]]:
+    """A packed matrix decoded a few rows at a time: which rows, and their values in float32."""
     n_rows, n_columns = weight.shape
     chunk = _CPU_CHUNK if weight.codes.device.type == "cpu" else _DEVICE_CHUNK
     step = max(1, chunk // n_columns)
     for first in range(0, n_rows, step):
         last = min(first + step, n_rows)
-        yield slice(first, last), weight.decode(first * n_columns, last * n_columns).view(-1, n_columns)
+        yield slice(first, last), weight.rows(first, last)
 
 
 class QuantizedLinear(nn.Linear):
@@ -528,7 +547,7 @@ class QuantizedLinear(nn.Linear):
         device = input.device.type
         if torch.is_autocast_enabled(device):
             input = input.to(torch.get_autocast_dtype(device))
-        rows: Tensor = _Product.apply(input.reshape(-1, self.in_features), self.packed)
+        rows: Tensor = Product.apply(input.reshape(-1, self.in_features), self.packed)
         out = rows.view(*input.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
@@ -579,7 +598,7 @@ def linear_layers(model: nn.Module, skip: Iterable[str]) -> tuple[dict[str, nn.M
     taken: dict[str, nn.Module] = {}
     left: dict[str, str] = {}
     for name, module in model.named_modules():
-        if type(module) is not nn.Linear and not _is_conv1d(module):
+        if type(module) is not nn.Linear and not is_conv1d(module):
             continue
         if any(_names(name, s) for s in skip):
             left[name] = "skipped by name"
@@ -594,7 +613,7 @@ def _names(name: str, pattern: str) -> bool:
     return f".{name}.".endswith(f".{pattern}.") or name.startswith(f"{pattern}.")
 
 
-def _is_conv1d(module: nn.Module) -> bool:
+def is_conv1d(module: nn.Module) -> bool:
     # Nothing can be an instance of it where transformers was never imported.
     home = sys.modules.get("transformers.pytorch_utils")
     return home is not None and type(module) is home.Conv1D
@@ -603,7 +622,7 @@ def _is_conv1d(module: nn.Module) -> bool:
 def matrix(layer: nn.Module) -> Float[Tensor, "out in"]:
     """The weight of a layer from `linear_layers` as [out, in]; that of `Conv1D` is stored transposed."""
     weight = layer.get_parameter("weight").detach()
-    return weight.T if _is_conv1d(layer) else weight
+    return weight.T if is_conv1d(layer) else weight
 
 
 def swap(model: nn.Module, new: dict[str, nn.Module]) -> nn.Module:
