@@ -6,7 +6,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -15,11 +15,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from assay._findings import Finding, find
+from assay._findings import MAX_FINDINGS, Finding, find
 from assay.compress import Codebook, af4_codebook, nf4_codebook, quantize, rtn_codebook, solve_codebook
 from assay.core.anatomy import Anatomy, anatomy
 from assay.core.checkpoint import Checkpoint
-from assay.core.errors import InputError, NotApplicable, UnknownArchitecture
+from assay.core.errors import CheckpointError, InputError, NotApplicable, UnknownArchitecture
 from assay.core.health import WeightHealth, weight_health
 from assay.core.loss import Drift, DriftResult, LossReducer, LossResult, language_loss, require_causal
 from assay.core.progress import Progress, silent
@@ -45,6 +45,8 @@ Level = Literal["quick", "standard", "full"]
 
 # A head is called inactive where zeroing it together with the others of its kind costs less than this much loss.
 TOLERANCE = 0.01
+# Below this many predicted tokens the report says that they are few.
+FEW_TOKENS = 256
 _FLOAT32_LIMIT = 2 << 30
 _SCORE = "ahon_ln"
 
@@ -368,9 +370,15 @@ def examine(
     start = time.perf_counter()
     progress(0, None, "load")
     images: Tensor | None = None
+    checkpoint: Checkpoint | None = None
     if isinstance(source, tuple):
         model, tokenizer = source
+        if base is not None:
+            raise InputError("base: a loaded model takes none: leave it out")
+        if getattr(model, "main_input_name", "input_ids") != "input_ids":
+            tokenizer = None
         name, stored = type(model).__name__, str(next(model.parameters()).dtype)
+        config = model.config.to_dict()
     else:
         name, path = str(source), Path(source)
         if name.startswith(PREFIX):
@@ -381,23 +389,29 @@ def examine(
             images = subject.images() if hasattr(subject, "images") else None
         checkpoint = Checkpoint(path, base=base, allow_pickle=allow_pickle)
         stored = "GGUF" if checkpoint.format == "gguf" else str(checkpoint.stored_dtype)
-        _check_context(checkpoint.config, context)
-        model = checkpoint.load(_run_dtype(checkpoint), device)
-        tokenizer = checkpoint.tokenizer() if _reads_text(model) else None
-    try:
-        found: Anatomy | None = anatomy(model)
-    except UnknownArchitecture:
-        found = None
-    limit = _context_limit(model.config.to_dict())
-    _check_context(model.config.to_dict(), context)
+        config = checkpoint.configuration.to_dict()
+        tokenizer = checkpoint.tokenizer() if checkpoint.reads_text else None
+    # The text comes before the weights: a bad one should not be found out after minutes of loading.
     windows = None
-    if tokenizer is not None and _reads_text(model):
+    if tokenizer is not None:
+        limit = _context_limit(config)
+        if context is not None and limit is not None and context > limit:
+            raise InputError(f"--context is {context}, and the model takes {limit} tokens at most")
         windows = token_windows(
             tokenizer,
             _texts(text),
             tokens=effort.tokens if tokens is None else tokens,
             context=min(effort.context, limit or effort.context) if context is None else context,
         )
+    elif text is not None:
+        raise InputError(f"--text: {name} reads no text: leave it out")
+    if checkpoint is not None:
+        model = checkpoint.load(_run_dtype(checkpoint), device)
+    try:
+        found: Anatomy | None = anatomy(model)
+    except UnknownArchitecture:
+        found = None
+    if windows is not None:
         largest, rows = int(windows.input_ids.max()), len(model.get_input_embeddings().weight)
         if largest >= rows:
             raise InputError(
@@ -439,10 +453,6 @@ def _run_dtype(checkpoint: Checkpoint) -> torch.dtype:
     return torch.bfloat16
 
 
-def _reads_text(model: nn.Module) -> bool:
-    return getattr(model, "main_input_name", "input_ids") == "input_ids"
-
-
 def _context_limit(config: dict[str, Any]) -> int | None:
     inner = config.get("text_config")
     for source in (config, inner if isinstance(inner, dict) else {}):
@@ -462,18 +472,18 @@ def _check_device(device: str | torch.device) -> None:
         raise InputError(f"--device {device} cannot be used here: {str(error).splitlines()[0]}") from error
 
 
-def _check_context(config: dict[str, Any], context: int | None) -> None:
-    limit = _context_limit(config)
-    if context is not None and limit is not None and context > limit:
-        raise InputError(f"--context is {context}, and the model takes {limit} tokens at most")
-
-
 def _examine(run: _Run, stored: str, images: Tensor | None, level: str) -> Examination:
+    if not all(p.isfinite().all() for p in run.model.parameters()):
+        run.wanted = ("health", *(s for s in run.wanted if s != "health"))
     health: WeightHealth | None = run.section("health", lambda: weight_health(run.model, anatomy=run.anatomy))
     if health is not None and health.not_finite:
-        reason = f"{health.not_finite:,} weights are NaN or infinite, so nothing that runs the model means anything"
+        reason = (
+            f"the weights hold {health.not_finite:,} NaN or infinite values (most in {health.suspicious()[0].name}), so "
+            "nothing that runs the model means anything"
+        )
         run.skipped += [Skipped(s, reason) for s in run.wanted if s != "health"]
         run.wanted = ("health",)
+    _check_outputs(run, images)
     loss, nerve, scores, rope = _one_pass(run, images)
     heads = run.section("inactive-heads", lambda: _head_map(run, scores)) if scores is not None else None
     stability = run.section("noise-stability", lambda: _stability(run))
@@ -491,7 +501,10 @@ def _examine(run: _Run, stored: str, images: Tensor | None, level: str) -> Exami
     return Examination(
         model=facts,
         settings=settings,
-        findings=find(run.name, facts, health, loss, heads, rope, nerve, stability, four_bits),
+        findings=(
+            *_caution(run),
+            *find(run.name, facts, health, loss, heads, rope, nerve, stability, four_bits),
+        )[:MAX_FINDINGS],
         health=health,
         loss=loss,
         heads=heads,
@@ -503,6 +516,45 @@ def _examine(run: _Run, stored: str, images: Tensor | None, level: str) -> Exami
         seconds=run.seconds,
         peak_memory=_peak_memory(),
     )
+
+
+def _check_outputs(run: _Run, images: Tensor | None) -> None:
+    """Refuse a model whose finite weights do not give finite outputs on the first window."""
+    if run.anatomy is None or set(run.wanted) <= {"health"}:
+        return
+    rows = images if run.windows is None else run.windows.input_ids
+    if rows is None:
+        return
+    name = "pixel_values" if run.windows is None else "input_ids"
+    with torch.no_grad():
+        hidden = run.anatomy.backbone(**{name: rows[:1].to(next(run.model.parameters()).device)})[0]
+    if not hidden.isfinite().all():
+        raise CheckpointError(
+            f"{run.name}: all weights are finite, and yet the model computes NaN or infinity from the first window: look "
+            "for an impossible number in its configuration, such as a negative epsilon"
+        )
+
+
+def _caution(run: _Run) -> Iterator[Finding]:
+    """A warning where little text was measured."""
+    if run.windows is None or set(run.wanted) <= {"health"}:
+        return
+    n, context = run.windows.input_ids.shape
+    predicted = n * (context - 1)
+    if predicted < FEW_TOKENS:
+        yield Finding(
+            key="few-tokens",
+            level="warning",
+            sentence=f"Only {predicted} {'token was' if predicted == 1 else 'tokens were'} predicted, so perplexity and all "
+            f"else that rests on the text may be far off: give at least {FEW_TOKENS}, better thousands.",
+            number=predicted,
+            unit="tokens",
+            low=None,
+            high=None,
+            uncertainty="counted, not estimated",
+            command=f"assay examine {run.name} --text LONGER_TEXT --tokens {run.effort.tokens}",
+            section="loss",
+        )
 
 
 def _one_pass(
@@ -519,6 +571,8 @@ def _one_pass(
     def rotary() -> RopeHeadsReducer:
         if all(b.attention.rotary is None for b in causal().blocks):
             raise NotApplicable("the model has no rotary position embeddings")
+        if run.need_text().input_ids.shape[1] < 3:
+            raise NotApplicable("exchanging keys takes windows of at least 3 tokens")
         return RopeHeadsReducer()
 
     def start_nerve() -> NerveReducer:

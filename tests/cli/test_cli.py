@@ -18,6 +18,7 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 from assay import __version__, report
 from assay.cli import main
 from assay.core.checkpoint import Checkpoint
+from assay.examine import SECTIONS
 from assay.reference import builtin
 
 
@@ -146,7 +147,49 @@ class TestExamine:
         document = json.loads(out)
         assert document["findings"][0]["key"] == "not-finite"
         assert name in document["findings"][0]["sentence"]
-        assert len(document["skipped"]) == 6
+        jsonschema.validate(document, report.schema())
+        reasons = {s["section"]: s["reason"] for s in document["skipped"]}
+        assert set(reasons) == set(SECTIONS) - {"health"}
+        assert all(name in reason for reason in reasons.values())
+        # The same where the weights were not asked about, and in the report.
+        status, out, err = assay("examine", model, *FAST, "--only", "loss,nerve", "--out", "place")
+        assert status == 0, err
+        assert name in out
+        assert "not measured, the weights hold 1 NaN or infinite value" in " ".join(out.split())
+
+    def test_infinite_weights_in_two_layers(self, assay, model):
+        tensors = load_file(model / "model.safetensors")
+        for layer in (0, 2):
+            tensors[f"model.layers.{layer}.self_attn.q_proj.weight"][3] = float("inf")
+        save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+        status, out, err = assay("examine", model, *FAST, "--json")
+        assert status == 0, err
+        document = json.loads(out)
+        jsonschema.validate(document, report.schema())
+        assert document["findings"][0]["number"] == 256
+        assert len([t for t in document["sections"]["health"]["tensors"] if t["not_finite"]]) == 2
+
+    @pytest.mark.parametrize(("text", "predicted"), [("a", 1), ("hello world", 5)])
+    def test_little_text_is_a_warning(self, assay, model, tmp_path, text, predicted):
+        (tmp_path / "t.txt").write_text(text)
+        status, out, err = assay("examine", model, "--quick", "--text", "t.txt", "--json")
+        assert status == 0, err
+        document = json.loads(out)
+        jsonschema.validate(document, report.schema())
+        first = document["findings"][0]
+        assert (first["key"], first["level"], first["number"]) == ("few-tokens", "warning", predicted)
+        assert f"Only {predicted} token" in first["sentence"]
+        assert document["sections"]["loss"]["n_tokens"] == predicted
+
+    def test_enough_text_is_no_warning(self, assay, model):
+        def keys(tokens):
+            out = assay("examine", model, "--quick", "--tokens", tokens, "--context", "33", "--only", "loss", "--json")[
+                1
+            ]
+            return [f["key"] for f in json.loads(out)["findings"]]
+
+        assert keys(33 * 8) == ["perplexity"]
+        assert keys(33 * 7) == ["few-tokens", "perplexity"]
 
     def test_a_tokenizer_without_a_pad_token(self, assay, model):
         config = json.loads((model / "tokenizer_config.json").read_text())
@@ -234,6 +277,48 @@ class TestRefusals:
         (tmp_path / "t.txt").write_bytes(content)
         refuses(match, "examine", model, "--text", "t.txt")
 
+    @pytest.mark.parametrize(
+        "options", [("--text", "nothing.txt"), ("--text", "t.txt"), ("--text", "."), ("--out", "/proc/x")]
+    )
+    def test_before_the_weights_are_read(self, refuses, model, tmp_path, monkeypatch, options):
+        def loaded(*args, **kwargs):
+            raise AssertionError("the model was loaded")
+
+        monkeypatch.setattr(Checkpoint, "load", loaded)
+        (tmp_path / "t.txt").write_bytes(b"a" * 500 + b"\xff")
+        refuses(options[1], "examine", model, *options)
+
+    def test_text_for_a_model_that_reads_none(self, refuses, tmp_path):
+        (tmp_path / "t.txt").write_text("hello")
+        refuses("reads no text", "examine", "builtin:tiny-vit", "--text", "t.txt")
+
+    def test_a_base_that_is_not_needed(self, refuses, model):
+        refuses("is no adapter", "examine", model, "--base", model)
+
+    def test_absurd_depth(self, refuses, model):
+        edit_config(model, num_hidden_layers=10**7)
+        refuses("num_hidden_layers is 10,000,000", "examine", model)
+
+    def test_a_number_that_makes_nan(self, refuses, model):
+        edit_config(model, rms_norm_eps=-1.0)
+        refuses("computes NaN or infinity", "examine", model, *FAST, "--only", "loss")
+
+    @pytest.mark.parametrize(
+        ("match", "args"),
+        [
+            ("No such command 'examin'", ("examin",)),
+            ("Missing argument 'MODEL': see `assay examine --help`", ("examine",)),
+            ("No such option: --foo", ("examine", "m", "--foo")),
+            ("No such option: --foo", ("--foo",)),
+            ("'--tokens': ", ("examine", "m", "--tokens", "many")),
+            ("unexpected extra argument", ("methods", "m")),
+            ("'--budget': ", ("try", "nerve", "--budget", "huge")),
+            ("--text", ("examine", "m", "--text")),
+        ],
+    )
+    def test_usage(self, refuses, match, args):
+        refuses(match, *args)
+
     def test_missing_text(self, refuses, model):
         refuses("is no file", "examine", model, "--text", "nothing.txt")
 
@@ -298,7 +383,22 @@ class TestMethods:
 
     def test_for_what_no_method_takes(self, assay, tmp_path):
         (tmp_path / "t.csv").write_text("a,b\n1,2\n")
-        assert "No method applies" in assay("methods", "--for", "t.csv")[1]
+        assert "No method applies" in assay("methods", "--for", "t.csv", "--family", "models")[1]
+
+
+def test_without_arguments_the_help_is_shown(assay):
+    status, out, err = assay()
+    assert status == 2
+    assert "examine" in out + err
+    assert "Usage: assay" in out + err
+
+
+def test_an_interrupt_is_said(assay, monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("assay.cli.methods.catalogue", interrupted)
+    assert assay("methods") == (130, "", "assay: interrupted\n")
 
 
 def test_version(assay):

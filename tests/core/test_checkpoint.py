@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import struct
 
@@ -105,6 +106,35 @@ class TestReading:
         ids = torch.arange(10)[None]
         torch.testing.assert_close(merged(ids).logits, adapted.eval()(ids).logits)
         assert not same(merged, model)
+
+    def test_eight_bit_floats_are_undone(self, folder, model):
+        pytest.importorskip("accelerate")
+        plain, stored = model.state_dict(), {}
+        for name, weight in plain.items():
+            if "_proj" in name:
+                scale = weight.abs().max() / torch.finfo(torch.float8_e4m3fn).max
+                stored[name], stored[f"{name}_scale_inv"] = (weight / scale).to(torch.float8_e4m3fn), scale.view(1, 1)
+            else:
+                stored[name] = weight
+        save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+        settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+        edit_json(folder / "config.json", lambda v: v.update(quantization_config=settings))
+        checkpoint = Checkpoint(folder)
+        assert checkpoint.stored_dtype == torch.float8_e4m3fn
+        assert checkpoint.load().dtype == torch.bfloat16
+        loaded = checkpoint.load(torch.float32)
+        for name, weight in loaded.state_dict().items():
+            assert weight.dtype == torch.float32
+            # Three bits of mantissa: half a step is a sixteenth of the value.
+            torch.testing.assert_close(weight, plain[name], rtol=1 / 16, atol=1e-4)
+
+        # Without its scale a weight would be hundreds of times too large.
+        del stored["model.layers.1.mlp.up_proj.weight_scale_inv"]
+        save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(
+            CheckpointError, match=r"'model\.layers\.1\.mlp\.up_proj\.weight' in eight bits and not its scale"
+        ):
+            Checkpoint(folder).load()
 
     def test_loading_takes_little_more_than_the_weights(self, tmp_path):
         import subprocess
@@ -254,11 +284,67 @@ class TestBadInput:
 
     def test_config_and_tensors_disagree_in_shape(self, folder):
         edit_json(folder / "config.json", lambda v: v.update(hidden_size=32))
-        self.fails(folder, "cannot be loaded|disagree")
+        self.fails(folder, r"disagree: \S+ should have the shape \[40, 32\], and the file holds \[40, 16\]")
 
     def test_config_and_tensors_disagree_in_depth(self, folder):
         edit_json(folder / "config.json", lambda v: v.update(num_hidden_layers=3))
         self.fails(folder, "disagree: .* tensors are missing")
+
+    @pytest.mark.parametrize("layers", [1, 0, -1])
+    def test_config_counts_fewer_blocks_than_there_are(self, folder, layers):
+        edit_json(folder / "config.json", lambda v: v.update(num_hidden_layers=layers))
+        self.fails(folder, rf"fewer blocks than the files hold, which have 'model\.layers\.{max(layers, 0)}\.")
+
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("num_hidden_layers", 10**7),
+            ("num_hidden_layers", 1e7),
+            ("vocab_size", 10**10),
+            ("hidden_size", 10**9),
+            ("intermediate_size", 10**12),
+            ("num_labels", 10**10),
+            ("head_dim", 10**15),
+        ],
+    )
+    def test_absurd_sizes_are_refused_before_anything_of_that_size_is_made(self, folder, monkeypatch, key, value):
+        def built(self, *args, **kwargs):
+            raise AssertionError("a module was built")
+
+        monkeypatch.setattr(LlamaForCausalLM, "__init__", built)
+        edit_json(folder / "config.json", lambda v: v.update({key: value}))
+        self.fails(folder, rf"disagree: {key} is [\d,.]+, and the files hold 21 tensors")
+
+    def test_absurd_sizes_further_in(self, folder):
+        edit_json(folder / "config.json", lambda v: v.update(text_config={"vision": {"depth": 10**7}}))
+        self.fails(folder, r"text_config\.vision\.depth is 10,000,000")
+
+    def test_a_config_of_a_far_larger_model_takes_no_memory(self, folder):
+        # Without names in common, shapes cannot be compared, only sizes.
+        tensors = {f"other.{k}": v for k, v in load_file(folder / "model.safetensors").items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        edit_json(folder / "config.json", lambda v: v.update(vocab_size=10**7))
+        self.fails(folder, "it describes a model of 320,00[0-9],[0-9]+ values")
+
+    def test_a_number_that_is_none(self, folder):
+        edit_json(folder / "config.json", lambda v: v.update(rms_norm_eps=float("nan")))
+        self.fails(folder, "rms_norm_eps is NaN: put the model's own value there")
+
+    @pytest.mark.parametrize(
+        ("values", "match"),
+        [
+            ({"num_hidden_layers": "x"}, "field 'num_hidden_layers': .*expected int, got str"),
+            ({"num_attention_heads": 3}, "hidden size .16. is not a multiple of the number of attention heads"),
+            ({"hidden_act": "foo"}, "hidden_act is 'foo', which transformers does not know"),
+            ({"rope_parameters": {"rope_type": "nope", "rope_theta": 1.0}}, "rope_parameters.rope_type is 'nope'"),
+        ],
+    )
+    def test_the_reason_is_told(self, folder, values, match):
+        edit_json(folder / "config.json", lambda v: v.update(values))
+        self.fails(folder, match)
+
+    def test_a_base_for_what_is_no_adapter(self, folder):
+        self.fails(folder, "is no adapter, .*leave out --base", base=folder)
 
     def test_a_tensor_is_missing(self, folder):
         tensors = load_file(folder / "model.safetensors")
@@ -304,7 +390,20 @@ class TestBadInput:
             folder / "config.json",
             lambda v: v.update(quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 64}),
         )
-        self.fails(folder, "quantised with gptq")
+        self.fails(folder, "quantised with gptq, .*(pip install|optimum)")
+
+    @pytest.mark.skipif(importlib.util.find_spec("compressed_tensors") is not None, reason="the package is installed")
+    def test_a_quantisation_whose_package_is_not_there_names_it(self, folder):
+        edit_json(
+            folder / "config.json", lambda v: v.update(quantization_config={"quant_method": "compressed-tensors"})
+        )
+        self.fails(folder, "quantised with compressed-tensors, .*pip install compressed-tensors")
+
+    @pytest.mark.parametrize("settings", [{"quant_method": "foo"}, {"bits": 4}, {"quant_method": ["gptq"]}])
+    def test_an_unknown_quantisation_is_not_taken_for_none(self, folder, settings, capfd):
+        edit_json(folder / "config.json", lambda v: v.update(quantization_config=settings))
+        self.fails(folder, "which transformers does not know: give the unquantised model")
+        assert capfd.readouterr().err == ""
 
     def test_no_gguf(self, tmp_path):
         (tmp_path / "a.gguf").write_bytes(b"GGUFnonsense")

@@ -26,9 +26,21 @@ def test_what_is_not_ours_is_refused_and_left_alone(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(OutputError, match="is a file"):
         claim_directory(tmp_path / "file")
-    with pytest.raises(OutputError, match="cannot be made"):
+    with pytest.raises(OutputError, match="cannot be written: Not a directory"):
         check_directory(tmp_path / "file" / "below")
     assert [p.name for p in (tmp_path / "theirs").iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a file system that takes no files")
+@pytest.mark.parametrize("place", ["/proc/assay", "/proc/self/a/b"])
+def test_a_place_that_takes_no_files_is_refused_before_work(place):
+    with pytest.raises(OutputError, match=f"{place} cannot be written: "):
+        check_directory(place)
+
+
+def test_the_check_leaves_nothing(tmp_path):
+    check_directory(tmp_path / "a" / "b")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_empty_directory_may_be_taken(tmp_path):

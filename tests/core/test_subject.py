@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 
 import numpy as np
 import pyarrow as pa
@@ -10,8 +11,8 @@ import pytest
 import scipy.sparse as sp
 
 from assay.core.catalogue import catalogue
-from assay.core.errors import InputError
-from assay.core.subject import KINDS, applies
+from assay.core.errors import CheckpointError, InputError
+from assay.core.subject import KINDS, applies, one_line
 from assay.reference import names, recognise
 
 
@@ -96,6 +97,8 @@ def test_every_builtin_is_recognised_and_some_method_takes_it():
         ("a.bin", b"\x00\xff\xfe", "neither text nor"),
         ("a.npz", b"PK\x03\x04 damaged", "damaged NPZ"),
         ("a.csv", b"", "is empty"),
+        ("a.csv", b"\n\n", "is empty"),
+        ("a.gguf", b"GGUF\x03", "is truncated: 5 bytes"),
     ],
 )
 def test_bad_files(tmp_path, name, content, match):
@@ -110,9 +113,28 @@ def test_bad_directories(tmp_path):
     with pytest.raises(InputError, match=r"no config\.json and no images"):
         recognise(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(InputError, match="is not JSON"):
+    with pytest.raises(CheckpointError, match="is not JSON: Expecting property name"):
         recognise(str(tmp_path))
+    (tmp_path / "config.json").write_bytes(b'\xef\xbb\xbf{"model_type": "llama"}')
+    assert recognise(str(tmp_path)).model_type == "llama"
     (tmp_path / "config.json").write_text('{"model_type": 7, "architectures": "x"}')
     assert recognise(str(tmp_path)).model_type == "unknown"
     with pytest.raises(InputError, match="there are builtin:"):
         recognise("builtin:nothing")
+
+
+def test_what_is_no_regular_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="is no regular file"):
+        recognise(str(tmp_path / "pipe"))
+    (tmp_path / "config.json").symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match="is no regular file"):
+        recognise(str(tmp_path))
+
+
+def test_the_reason_of_an_error_is_not_cut_off():
+    assert one_line(ValueError("Validation error for field 'x':\n    expected int,\n    got str")) == (
+        "Validation error for field 'x': expected int, got str"
+    )
+    assert one_line(ValueError()) == "ValueError"
+    assert len(one_line(ValueError("a " * 1000))) == 401

@@ -43,6 +43,15 @@ class TestFiles:
         (tmp_path / "a.jsonl").write_text('{"query": "hello", "n": 3}\n"bare string"\n')
         assert list(read_texts(tmp_path / "a.jsonl")) == ["hello", "bare string"]
 
+    def test_jsonl_passes_over_a_text_that_is_null(self, tmp_path):
+        (tmp_path / "a.jsonl").write_text('{"text": null, "n": 3}\n{"text": "two", "n": 4}\n')
+        assert list(read_texts(tmp_path / "a.jsonl")) == ["two"]
+
+    def test_parquet_without_text(self, tmp_path):
+        pq.write_table(pa.table({"n": [1], "m": [2.0]}), tmp_path / "a.parquet")
+        with pytest.raises(InputError, match=r"no column holds text; the columns are n, m$"):
+            list(read_texts(tmp_path / "a.parquet"))
+
     def test_parquet(self, tmp_path):
         pq.write_table(pa.table({"n": [1, 2, 3], "body": ["a", None, "c"]}), tmp_path / "a.parquet")
         assert list(read_texts(tmp_path / "a.parquet")) == ["a", "c"]
@@ -53,7 +62,9 @@ class TestFiles:
             ("a.txt", b"\xff\xfe\x00", "not UTF-8"),
             ("a.jsonl", b'{"text": ', "line 1 is not JSON"),
             ("a.jsonl", b"[1]", "no JSON object"),
-            ("a.jsonl", b'{"a": "x", "b": "y"}', "which column"),
+            ("a.jsonl", b'{"a": "x", "b": "y", "n": 1}', "which column holds the text: a, b?"),
+            ("a.jsonl", b'{"a": 1, "b": [2]}', "no column holds text; the columns are a, b$"),
+            ("a.jsonl", b"{}", "no column holds text; the columns are none$"),
             ("a.jsonl", b"[" * 100_000, "is not JSON"),
             ("a.parquet", b"PAR1 nonsense", "no readable Parquet"),
         ],

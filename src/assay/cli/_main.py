@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,6 +13,10 @@ from assay.cli import examine as _examine
 from assay.cli import methods as _methods
 from assay.cli import try_ as _try
 from assay.core.errors import AssayError
+
+# Typer carries a click of its own and shows only this leaf of its usage errors.
+_USAGE_ERROR: Any = typer.BadParameter.__base__
+_INTERRUPTED = 130
 
 app = typer.Typer(
     name="assay",
@@ -47,10 +51,21 @@ def _options(
 def main() -> None:
     """Run the command line."""
     try:
-        app()
+        status = app(prog_name="assay", standalone_mode=False) or 0
     except AssayError as error:
-        print(f"assay: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("assay: interrupted", file=sys.stderr)
-        sys.exit(130)
+        _complain(str(error))
+        status = 2
+    except _USAGE_ERROR as error:
+        if len(sys.argv) == 1:
+            error.show()  # the help
+        else:
+            command = error.ctx.command_path if error.ctx else "assay"
+            _complain(f"{error.format_message().rstrip('.')}: see `{command} --help`")
+        status = 2
+    if status == _INTERRUPTED:
+        _complain("interrupted")
+    sys.exit(status)
+
+
+def _complain(message: str) -> None:
+    print(f"assay: {' '.join(message.split())}", file=sys.stderr)

@@ -58,10 +58,10 @@ def examine(
         )
     from assay import report
 
-    document = report.findings_document(result)
+    document, page = report.findings_document(result), report.examination_page(result)
     claim_directory(place)
     write_text(place / "findings.json", json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-    write_text(place / "report.html", report.examination_page(result))
+    write_text(place / "report.html", page)
     if as_json:
         typer.echo(json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False))
         return

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
+import re
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 
 from assay.core.errors import CheckpointError, MissingDependency
 from assay.core.output import new_directory
+from assay.core.subject import MAX_JSON, one_line, read_json
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -30,15 +33,21 @@ SINGLE = "model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER = "adapter_model.safetensors"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_MAX_JSON = 64 << 20
 _CONVERT = (
     "convert it where you trust it: `AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW)` writes safetensors"
 )
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-    "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+# Keys of a configuration that say how many blocks there are, and how large something is.
+_DEPTH = re.compile(r"(n|num)_(\w+_)?(layers?|blocks?)|(en|de)coder_layers|depths?")
+_SIZE = re.compile(r"(n|num)_\w+|\w+_(size|dim|rank)|d_(model|ff|kv|inner)")
+# Quantised files pack up to eight weights into a value, and a model may have a little that is not stored.
+_PACKED = 8
+_UNSTORED = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,8 @@ class Checkpoint:
         self.base = Checkpoint(base, allow_pickle=allow_pickle) if base is not None else None
         self.allow_pickle = allow_pickle
         self.format = self._recognise()
+        if self.base is not None and self.format != "adapter":
+            raise CheckpointError(f"{self.path} is no adapter, which has an {ADAPTER_CONFIG}: leave out --base")
 
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.path)!r}, format={self.format!r})"
@@ -88,7 +99,7 @@ class Checkpoint:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
         if ADAPTER_CONFIG in names:
             if self.base is None:
-                wanted = str(_read_json(path / ADAPTER_CONFIG).get("base_model_name_or_path", "unknown"))[:200]
+                wanted = str(read_json(path / ADAPTER_CONFIG).get("base_model_name_or_path", "unknown"))[:200]
                 raise CheckpointError(f"{path} is an adapter for {wanted!r}: give that model's directory with --base")
             if ADAPTER not in names:
                 raise CheckpointError(f"{path} has {ADAPTER_CONFIG} but no {ADAPTER}")
@@ -116,7 +127,7 @@ class Checkpoint:
             return self.base.config
         if self.format == "gguf":
             return self._gguf_config.to_dict()
-        return _read_json(self.path / CONFIG)
+        return read_json(self.path / CONFIG)
 
     @cached_property
     def _gguf_config(self) -> Any:
@@ -129,7 +140,87 @@ class Checkpoint:
                 self.path.parent, gguf_file=self.path.name, local_files_only=True, trust_remote_code=False
             )
         except Exception as error:
-            raise CheckpointError(f"{self.path} cannot be read as GGUF: {_first_line(error)}") from error
+            raise CheckpointError(f"{self.path} cannot be read as GGUF: {one_line(error)}") from error
+
+    @cached_property
+    def configuration(self) -> Any:
+        """The configuration as transformers completes it, its numbers compared with what the files hold.
+
+        Raises:
+            CheckpointError: transformers does not take it, or the files cannot bear out what it says.
+        """
+        if self.format == "adapter":
+            assert self.base is not None
+            return self.base.configuration
+        self._check_numbers()
+        if self.format == "gguf":
+            return self._gguf_config
+        with _quiet():
+            try:
+                return self.model_class.config_class.from_pretrained(self.path, local_files_only=True)
+            except CheckpointError:
+                raise
+            except Exception as error:
+                raise CheckpointError(
+                    f"{self.path / CONFIG} is not what transformers takes: {self._reason(error)}"
+                ) from error
+
+    def _check_numbers(self) -> None:
+        """Refuse a number that is none, or beyond what the files hold, before anything of that size is made."""
+        tensors, values = self._extent
+        for key, value in _leaves(self.config):
+            if value != value:
+                raise CheckpointError(
+                    f"{self.path}: the configuration says {key} is NaN: put the model's own value there"
+                )
+            name = key.rpartition(".")[2]
+            if _DEPTH.fullmatch(name):
+                most = tensors
+            elif _SIZE.fullmatch(name):
+                most = _PACKED * values + _UNSTORED
+            else:
+                continue
+            if isinstance(value, int | float) and value > most:
+                raise CheckpointError(
+                    f"{self.path}: {CONFIG} and the tensors disagree: {key} is {value:,}, and the files hold "
+                    f"{tensors:,} tensors with {values:,} values in all"
+                )
+
+    @cached_property
+    def _extent(self) -> tuple[float, float]:
+        """How many tensors the files hold, and how many values in all; of formats without a header no bound."""
+        if self.format == "safetensors":
+            return len(self.tensors), sum(_numel(t.shape) for t in self.tensors.values())
+        return math.inf, math.inf
+
+    def _check_shapes(self) -> None:
+        """Refuse a configuration of another model than the one in the files, before memory is set aside for it."""
+        with torch.device("meta"):
+            outline = self.model_class(self.configuration)
+        quantised = self.config.get("quantization_config")
+        for name, value in {} if quantised else outline.state_dict().items():
+            stored = self.tensors.get(name) or self.tensors.get(name.removeprefix(f"{outline.base_model_prefix}."))
+            # Some tensors are transposed as they are read.
+            if stored is not None and sorted(stored.shape) != sorted(value.shape):
+                raise CheckpointError(
+                    f"{self.path}: {CONFIG} and the tensors disagree: {name} should have the shape "
+                    f"{list(value.shape)}, and the file holds {list(stored.shape)}"
+                )
+        size = sum(t.numel() for part in (outline.parameters(), outline.buffers()) for t in part)
+        _, values = self._extent
+        if size > (_PACKED if quantised else 2) * values + _UNSTORED:
+            raise CheckpointError(
+                f"{self.path}: {CONFIG} and the tensors disagree: it describes a model of {size:,} values, and the files "
+                f"hold {values:,}"
+            )
+
+    def _reason(self, error: Exception) -> str:
+        """What went wrong, on one line; of a word that transformers looked up in vain, the key that holds it."""
+        if isinstance(error, KeyError):
+            for key, value in _leaves(self.config):
+                if value == error.args[0]:
+                    return f"{key} is {value!r}, which transformers does not know"
+        return one_line(error)
 
     @property
     def model_type(self) -> str:
@@ -167,7 +258,7 @@ class Checkpoint:
         return found
 
     def _shards(self) -> dict[str, set[str]]:
-        weight_map = _read_json(self.path / INDEX).get("weight_map")
+        weight_map = read_json(self.path / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{self.path / INDEX} has no weight_map")
         files: dict[str, set[str]] = {}
@@ -195,7 +286,7 @@ class Checkpoint:
             with safe_open(info.file, framework="pt") as file:
                 return file.get_tensor(name)
         except SafetensorError as error:
-            raise CheckpointError(f"{info.file} is damaged: {_first_line(error)}") from error
+            raise CheckpointError(f"{info.file} is damaged: {one_line(error)}") from error
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor in turn; no more than one is held."""
@@ -224,7 +315,7 @@ class Checkpoint:
         """The model as a plain module in evaluation mode, its weights read once.
 
         Args:
-            dtype: of the weights; by default `stored_dtype`.
+            dtype: of the weights; by default `stored_dtype`, or bfloat16 where that is of eight bits.
             device: where to put it.
 
         Raises:
@@ -232,70 +323,110 @@ class Checkpoint:
                 transformers does not have, or a quantisation that it cannot undo here.
         """
         dtype = dtype or self.stored_dtype
+        if dtype.itemsize == 1:
+            dtype = torch.bfloat16  # eight bits are for storing only
         if self.format == "adapter":
             return self._load_adapter(dtype, device)
-        import transformers
-
+        architecture = self.model_class
         kwargs: dict[str, Any] = {
+            "config": self.configuration,
             "dtype": dtype,
             "local_files_only": True,
             "trust_remote_code": False,
             "output_loading_info": True,
         }
         if self.format == "safetensors":
-            _ = self.tensors  # complete and undamaged, before transformers looks
             kwargs["use_safetensors"] = True
         elif self.format == "pickle":
             kwargs |= {"use_safetensors": False, "weights_only": True}
         source = self.path
         if self.format == "gguf":
             source, kwargs["gguf_file"] = self.path.parent, self.path.name
-            kwargs["config"] = self._gguf_config
-        architecture = self._model_class()
         quantised = self.config.get("quantization_config") if self.format != "gguf" else None
         with _quiet():
+            if quantised:
+                self._check_quantisation(quantised)
             try:
+                if self.format == "safetensors":
+                    self._check_shapes()
                 model, info = architecture.from_pretrained(source, **kwargs)
-            except (KeyboardInterrupt, MemoryError):
+            except (KeyboardInterrupt, MemoryError, CheckpointError):
                 raise
             except Exception as error:
                 if quantised:
-                    method = quantised.get("quant_method", "an unknown method") if isinstance(quantised, dict) else "?"
                     raise CheckpointError(
-                        f"{self.path} is quantised with {method}, which cannot be undone here: {_first_line(error)}"
+                        f"{self.path} is quantised with {quantised.get('quant_method', 'bitsandbytes')}, which cannot be undone here: "
+                        f"{one_line(error)}"
                     ) from error
-                raise CheckpointError(f"{self.path} cannot be loaded: {_first_line(error)}") from error
+                raise CheckpointError(f"{self.path} cannot be loaded: {self._reason(error)}") from error
         missing = sorted(info.get("missing_keys", ()))
         if missing:
             raise CheckpointError(
                 f"{self.path}: {CONFIG} and the tensors disagree: {len(missing)} tensors are missing, "
                 f"first {missing[0]!r}"
             )
-        mismatched = sorted(info.get("mismatched_keys", ()), key=str)
-        if mismatched:
-            raise CheckpointError(f"{self.path}: {CONFIG} and the tensors disagree on {_first_line(mismatched[0])}")
+        surplus = sorted(name for name in info.get("unexpected_keys", ()) if _of_further_block(model, name))
+        if surplus:
+            raise CheckpointError(
+                f"{self.path}: {CONFIG} and the tensors disagree: it counts fewer blocks than the files hold, which have "
+                f"{surplus[0]!r}"
+            )
         if quantised:
             model = _dequantised(model, self.path)
         if self.format == "gguf":
-            model = _plain(model, transformers)
+            model = _plain(model)
         return model.to(device).eval()
 
-    def _model_class(self) -> Any:
+    def _check_quantisation(self, settings: Any) -> None:
+        """Refuse what transformers passes over: it would take the packed values for the weights."""
+        from transformers.quantizers import AutoHfQuantizer
+
+        method = settings.get("quant_method") if isinstance(settings, dict) else settings
+        try:
+            known = AutoHfQuantizer.supports_quant_method(settings)
+        except (ValueError, TypeError, AttributeError):
+            known = False
+        if not known:
+            raise CheckpointError(
+                f"{self.path} is quantised with {method!r}, which transformers does not know: give the unquantised model"
+            )
+        for name, info in self.tensors.items() if self.format == "safetensors" else ():
+            if info.dtype in _FLOAT8 and not {f"{name}_scale", f"{name}_scale_inv"} & self.tensors.keys():
+                raise CheckpointError(
+                    f"{info.file} holds {name!r} in eight bits and not its scale: fetch the file again"
+                )
+
+    @cached_property
+    def model_class(self) -> Any:
+        """The class in transformers that the model is an instance of.
+
+        Raises:
+            CheckpointError: transformers has none.
+        """
         import transformers
 
+        if self.format == "adapter":
+            assert self.base is not None
+            return self.base.model_class
         names = self.config.get("architectures") or []
         for name in names if isinstance(names, list) else []:
             found = getattr(transformers, name, None) if isinstance(name, str) else None
             if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
                 return found
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
-        if self.model_type not in CONFIG_MAPPING_NAMES:
+        known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING if self.format == "gguf" else transformers.MODEL_MAPPING
+        try:
+            found = known[transformers.CONFIG_MAPPING[self.model_type]]
+        except KeyError as error:
             raise CheckpointError(
                 f"{self.path}: transformers has no architecture {self.model_type!r}, and code that comes with a "
                 "checkpoint is never run"
-            )
-        return transformers.AutoModelForCausalLM if self.format == "gguf" else transformers.AutoModel
+            ) from error
+        return found[0] if isinstance(found, tuple) else found
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether the model reads tokens, not images or sound."""
+        return bool(self.model_class.main_input_name == "input_ids")
 
     def _load_adapter(self, dtype: torch.dtype, device: str | torch.device) -> nn.Module:
         try:
@@ -308,9 +439,7 @@ class Checkpoint:
         try:
             merged = PeftModel.from_pretrained(base, str(self.path), local_files_only=True).merge_and_unload()
         except Exception as error:
-            raise CheckpointError(
-                f"{self.path} cannot be merged into {self.base.path}: {_first_line(error)}"
-            ) from error
+            raise CheckpointError(f"{self.path} cannot be merged into {self.base.path}: {one_line(error)}") from error
         return merged.eval()
 
     def tokenizer(self) -> Any:
@@ -339,7 +468,7 @@ class Checkpoint:
                 try:
                     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(self.path / "tokenizer.json"))
                 except Exception as second:
-                    raise CheckpointError(f"{self.path / 'tokenizer.json'}: {_first_line(second)}") from second
+                    raise CheckpointError(f"{self.path / 'tokenizer.json'}: {one_line(second)}") from second
         if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
             tokenizer.pad_token = tokenizer.eos_token
         tokenizer.padding_side = "right"
@@ -376,27 +505,27 @@ def _numel(shape: tuple[int, ...]) -> int:
     return n
 
 
-def _first_line(error: object) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else type(error).__name__
+def _leaves(value: Any) -> Iterator[tuple[str, Any]]:
+    """Every value of a parsed JSON that is no container, with its dotted key; items of a list have the list's."""
+    waiting: list[tuple[str, Any]] = [("", value)]
+    while waiting:
+        key, value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += [(f"{key}.{name}" if key else str(name), inner) for name, inner in value.items()]
+        elif isinstance(value, list):
+            waiting += [(key, inner) for inner in value]
+        else:
+            yield key, value
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _of_further_block(model: nn.Module, name: str) -> bool:
+    """Whether a tensor belongs to a block beyond those that the model has."""
+    found = re.match(r"(.*?)\.(\d+)\.", name)
     try:
-        if not path.is_file():
-            raise CheckpointError(f"{path} is no regular file")
-        with path.open("rb") as stream:
-            content = stream.read(_MAX_JSON + 1)
-        if len(content) > _MAX_JSON:
-            raise CheckpointError(f"{path} is larger than {_MAX_JSON >> 20} MiB, which no such file is")
-        value = json.loads(content.decode("utf-8-sig"))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON: {_first_line(error)}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} is no JSON object")
-    return value
+        blocks = model.get_submodule(found[1]) if found else None
+    except AttributeError:
+        return False
+    return isinstance(blocks, nn.ModuleList) and found is not None and int(found[2]) >= len(blocks)
 
 
 def _read_header(path: Path) -> dict[str, TensorInfo]:
@@ -410,7 +539,7 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
             if len(prefix) < 8:
                 raise CheckpointError(f"{path} is truncated: {size} bytes")
             (length,) = struct.unpack("<Q", prefix)
-            if length > min(size - 8, _MAX_JSON):
+            if length > min(size - 8, MAX_JSON):
                 raise CheckpointError(
                     f"{path} is truncated or no safetensors file: its header should be {length} bytes"
                 )
@@ -457,7 +586,7 @@ def _check_gguf(path: Path) -> None:
         raise CheckpointError(f"{path} is no GGUF file: it does not start with its mark")
 
 
-def _plain(model: Any, transformers: Any) -> nn.Module:
+def _plain(model: Any) -> nn.Module:
     """The same weights in a module of the same class that does not count as quantised."""
     values = model.config.to_dict()
     values.pop("quantization_config", None)
@@ -479,11 +608,13 @@ def _plain(model: Any, transformers: Any) -> nn.Module:
 
 
 def _dequantised(model: Any, path: Path) -> Any:
+    if getattr(model, "hf_quantizer", None) is None:
+        return model  # undone while it was read
     try:
         return model.dequantize()
     except Exception as error:
         raise CheckpointError(
-            f"{path} is quantised in a way that transformers cannot undo: {_first_line(error)}"
+            f"{path} is quantised in a way that transformers cannot undo: {one_line(error)}"
         ) from error
 
 

@@ -36,16 +36,17 @@ def claim_directory(path: str | Path) -> Path:
 
 
 def check_directory(path: str | Path) -> None:
-    """Raise what `claim_directory` would raise for a place that is taken, and write nothing."""
+    """Raise what `claim_directory` would raise for a place that is taken or cannot be written, and leave nothing."""
     path = Path(path)
     try:
         if path.is_dir() and not is_ours(path):
             raise OutputError(f"{path} exists and was not written by assay: choose another --out")
         if path.exists() and not path.is_dir():
             raise OutputError(f"{path} is a file: choose a directory for --out")
-        parent = next(p for p in path.absolute().parents if p.exists())
-        if not parent.is_dir() or not os.access(parent, os.W_OK):
-            raise OutputError(f"{path} cannot be made: {parent} cannot be written")
+        place = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+        # Permission bits do not tell (root passes them all, /proc takes no files): only an attempt does.
+        with tempfile.TemporaryFile(dir=place):
+            pass
     except OSError as error:
         raise _explain(path, error) from error
 

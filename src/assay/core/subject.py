@@ -8,11 +8,14 @@ import re
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from assay.core.architectures import facts
 from assay.core.catalogue import Method
-from assay.core.errors import InputError
+from assay.core.errors import CheckpointError, InputError
 
+# No JSON file of a model is larger than this.
+MAX_JSON = 64 << 20
 KINDS = {
     "checkpoint": "a model: a Hugging Face directory or a .gguf",
     "ratings": "who liked what: user, item and rating columns, or a sparse matrix in an NPZ",
@@ -32,6 +35,7 @@ _REQUIREMENTS = {
     "known": "an architecture that assay knows",
 }
 # Where GGUF and transformers call an architecture differently.
+_GGUF_HEADER = 24
 _GGUF_NAMES = {"gemma3": "gemma3_text", "qwen2moe": "qwen2_moe"}
 _IMAGES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
 
@@ -63,6 +67,7 @@ def recognise(path: str | Path) -> Subject:
 
     Raises:
         InputError: there is nothing there, or nothing that any method takes.
+        CheckpointError: the `config.json` of a model cannot be read.
     """
     path = Path(path)
     source = str(path)
@@ -70,12 +75,14 @@ def recognise(path: str | Path) -> Subject:
         if path.is_dir():
             return _directory(path)
         if not path.is_file():
-            raise InputError(f"{path} does not exist")
+            raise InputError(f"{path} is no regular file" if path.exists() else f"{path} does not exist")
         with path.open("rb") as stream:
             head = stream.read(1 << 16)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
     if head[:4] == b"GGUF":
+        if len(head) < _GGUF_HEADER:
+            raise InputError(f"{path} is truncated: {len(head)} bytes")
         return _gguf(source, head)
     if head[:4] == b"PAR1":
         return Subject(source, "texts", "a Parquet file")
@@ -105,13 +112,8 @@ def _gguf(source: str, head: bytes) -> Subject:
 
 def _directory(path: Path) -> Subject:
     config = path / "config.json"
-    if config.is_file():
-        try:
-            parsed = json.loads(config.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{config} is not JSON") from error
-        if not isinstance(parsed, dict):
-            raise InputError(f"{config} is no JSON object")
+    if config.exists():
+        parsed = read_json(config)
         model_type = parsed.get("model_type")
         name = model_type if isinstance(model_type, str) else "unknown"
         return Subject(str(path), "checkpoint", f"config.json of a {name} model", facts(parsed), name)
@@ -138,7 +140,7 @@ def _npz(path: Path) -> Subject:
 
 def _table(path: Path, text: str) -> Subject:
     lines = text.splitlines()
-    if not lines:
+    if not text.strip():
         raise InputError(f"{path} is empty")
     delimiter = max(",;\t", key=lines[0].count)
     header = next(csv.reader(lines[:1], delimiter=delimiter))
@@ -146,6 +148,35 @@ def _table(path: Path, text: str) -> Subject:
     if names & {"user", "customer"} and names & {"item", "movie", "product", "book", "track"}:
         return Subject(str(path), "ratings", "a table with user and item columns")
     return Subject(str(path), "table", f"a table with {len(header)} columns")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in one of a model's JSON files.
+
+    Raises:
+        CheckpointError: it cannot be read, is larger than `MAX_JSON`, or is no JSON object.
+    """
+    try:
+        if not path.is_file():
+            raise CheckpointError(f"{path} is no regular file")
+        with path.open("rb") as stream:
+            content = stream.read(MAX_JSON + 1)
+        if len(content) > MAX_JSON:
+            raise CheckpointError(f"{path} is larger than {MAX_JSON >> 20} MiB, which no such file is")
+        value = json.loads(content.decode("utf-8-sig"))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON: {one_line(error)}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} is no JSON object")
+    return value
+
+
+def one_line(error: BaseException) -> str:
+    """The whole message of an error on one line: what stands after its first line is often the reason."""
+    text = " ".join(str(error).split())
+    return f"{text[:400]}…" if len(text) > 400 else text or type(error).__name__
 
 
 def applies(method: Method, subject: Subject) -> tuple[bool, str]:

@@ -72,7 +72,9 @@ def _jsonl(path: Path, column: str | None) -> Iterator[str]:
                 continue
             if not isinstance(row, dict):
                 raise InputError(f"{path} line {number} is no JSON object")
-            name = _choose(path, column, [k for k, v in row.items() if isinstance(v, str)], list(row))
+            # A text that is null is passed over, as in Parquet.
+            strings = [k for k, v in row.items() if isinstance(v, str)] or [k for k, v in row.items() if v is None]
+            name = _choose(path, column, strings, list(row))
             value = row.get(name)
             if value is not None:
                 if not isinstance(value, str):
@@ -109,7 +111,9 @@ def _choose(path: Path, column: str | None, strings: list[str], every: list[str]
             return name
     if len(strings) == 1:
         return strings[0]
-    raise InputError(f"{path}: which column holds the text? There are {', '.join(map(str, every)) or 'none'}")
+    if not strings:
+        raise InputError(f"{path}: no column holds text; the columns are {', '.join(every) or 'none'}")
+    raise InputError(f"{path}: which column holds the text: {', '.join(strings)}? Name it 'text'")
 
 
 @dataclass(frozen=True)
