@@ -191,6 +191,7 @@ def _reference(family: str, members: list[Method]) -> str:
     about = FAMILIES[family]
     parts = [f"# assay.{family}", f"{about[0].upper()}{about[1:]}. `from assay.{family} import …`"]
     for m in members:
-        link = f"[guide](../methods/{m.slug}.md), [arXiv {m.arxiv}](https://arxiv.org/abs/{m.arxiv})"
+        paper = m.arxiv if m.arxiv.startswith("openreview:") else f"[arXiv {m.arxiv}](https://arxiv.org/abs/{m.arxiv})"
+        link = f"[guide](../methods/{m.slug}.md), {paper}"
         parts += [f"## {m.slug}", f"{_escaped(m.title)}: {link}", *(f"::: {m.module}.{name}" for name in m.exports)]
     return "\n\n".join(parts) + "\n"

@@ -34,7 +34,7 @@ def test_the_row(m):
     assert m.shape
     assert set(m.shape) <= set(SHAPES)
     assert set(m.subject) <= set(KINDS)
-    assert re.fullmatch(r"\d{4}\.\d{5}", m.arxiv)
+    assert re.fullmatch(r"\d{4}\.\d{5}|openreview:\w+", m.arxiv)
     assert len(m.summary) <= 110
     assert m.title
     assert m.exports

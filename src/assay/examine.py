@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import resource
-import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -23,6 +21,7 @@ from assay.core.errors import CheckpointError, InputError, NotApplicable, Unknow
 from assay.core.health import WeightHealth, weight_health
 from assay.core.loss import Drift, DriftResult, LossReducer, LossResult, language_loss, require_causal
 from assay.core.progress import Progress, silent
+from assay.core.resources import peak_memory
 from assay.core.results import Column, Result, Table
 from assay.core.stats import Interval, paired_interval
 from assay.core.text import Windows, read_texts, token_windows
@@ -514,7 +513,7 @@ def _examine(run: _Run, stored: str, images: Tensor | None, level: str) -> Exami
         four_bits=four_bits,
         skipped=tuple(run.skipped),
         seconds=run.seconds,
-        peak_memory=_peak_memory(),
+        peak_memory=peak_memory(),
     )
 
 
@@ -783,9 +782,3 @@ def _facts(run: _Run, stored: str) -> ModelFacts:
         ffn_size=first.mlp.down.in_features if first and first.mlp else None,
         causal=bool(found and found.causal),
     )
-
-
-def _peak_memory() -> int:
-    """Peak resident memory of this process, in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

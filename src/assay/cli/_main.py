@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from assay import __version__
+from assay.cli import compress as _compress
 from assay.cli import examine as _examine
 from assay.cli import methods as _methods
 from assay.cli import try_ as _try
@@ -26,6 +27,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command("examine")(_examine.examine)
+app.command("compress")(_compress.compress)
 app.command("methods")(_methods.methods)
 app.command("try")(_try.try_method)
 

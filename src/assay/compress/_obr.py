@@ -5,12 +5,11 @@ Source: Optimal Brain Restoration for Joint Quantization and Sparsification of L
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from assay.compress._uniform import Curvature, UniformGrid, output_error, sweep, uniform_grid
@@ -30,7 +29,7 @@ _SYSTEM_VALUES = 1 << 24
 
 
 def parse_pattern(pattern: str | tuple[int, int] | None) -> tuple[int, int] | None:
-    """"2:4", or (2, 4): two of every four consecutive inputs are kept.
+    """ "2:4", or (2, 4): two of every four consecutive inputs are kept.
 
     Raises:
         InputError: it is not of that form, or keeps none or more than there are.

@@ -95,7 +95,9 @@ class UniformTensor:
         return {"bits": self.bits, "group_size": self.group_size}
 
     @classmethod
-    def from_stored(cls, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], shape: torch.Size) -> UniformTensor:
+    def from_stored(
+        cls, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], shape: torch.Size
+    ) -> UniformTensor:
         """The inverse of `tensors` and `settings`."""
         return cls(tensors["codes"], tensors["scale"], tensors.get("zero"), **settings, shape=shape)
 

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from assay.compress._blockwise import Product, QTensor
+from assay.compress._loggrid import LogTensor
 from assay.compress._packed import SparseTensor, UniformTensor
 from assay.core.errors import CheckpointError, InputError
 
@@ -32,7 +33,12 @@ class Packed(Protocol):
     def from_stored(cls, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], shape: torch.Size) -> Self: ...
 
 
-KINDS: dict[str, type[Packed]] = {"uniform": UniformTensor, "sparse": SparseTensor, "blockwise": QTensor}
+KINDS: dict[str, type[Packed]] = {
+    "uniform": UniformTensor,
+    "sparse": SparseTensor,
+    "blockwise": QTensor,
+    "logarithmic": LogTensor,
+}
 
 
 def kind_of(packed: Packed) -> str:

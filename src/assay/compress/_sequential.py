@@ -133,6 +133,7 @@ class Sequential:
     progress: Progress = silent
     _hidden: Activations = field(init=False)
     _arguments: list[dict[str, Any]] = field(init=False)
+    _window: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         if not len(self.windows):
@@ -185,15 +186,20 @@ class Sequential:
             # the hidden states.
             for block in blocks:
                 handles.append(block.module.register_forward_pre_hook(keep(block.index), with_kwargs=True))
-            for self._window in range(len(self.windows)):
+            for window in self._each_window():
                 try:
-                    backbone(self.windows[self._window][None], use_cache=False)
+                    backbone(self.windows[window][None], use_cache=False)
                 except _Stop:
                     continue
         finally:
             for handle in handles:
                 handle.remove()
             backbone.train(training)
+
+    def _each_window(self) -> Iterator[int]:
+        """The number of each window, also where the hooks look for it."""
+        for self._window in range(len(self.windows)):  # noqa: B020
+            yield self._window
 
     def _forward(self, work: nn.Module, index: int, window: int) -> Tensor:
         rest = self._arguments[index]
@@ -221,9 +227,9 @@ class Sequential:
 
             handle = first.register_forward_pre_hook(see)
             with _answered(shortcuts, self):
-                for self._window in range(len(self.windows)):
+                for window in self._each_window():
                     try:
-                        self._forward(work, index, self._window)
+                        self._forward(work, index, window)
                     except _Stop:
                         continue
             handle.remove()
@@ -244,8 +250,8 @@ class Sequential:
 
     def _pass(self, work: nn.Module, index: int, shortcuts: list[Any]) -> None:
         with _answered(shortcuts, self):
-            for self._window in range(len(self.windows)):
-                self._hidden[self._window] = self._forward(work, index, self._window)
+            for window in self._each_window():
+                self._hidden[window] = self._forward(work, index, window)
 
     def _stages(self, work: nn.Module, index: int, names: Mapping[str, nn.Module]) -> list[_Stage]:
         """Run one window to see in what order the layers come, which share an input, and whose output is a parent's."""

@@ -7,6 +7,7 @@ SparseGPT: Massive Language Models Can Be Accurately Pruned in One-Shot (arXiv 2
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from jaxtyping import Bool, Float, Int8
@@ -178,7 +179,8 @@ def _fit(
             better = total < best
             best = torch.where(better, total, best)
             best_scale, best_zero = torch.where(better, scale, best_scale), torch.where(better, zero, best_zero)
-    assert best_scale is not None and best_zero is not None
+    assert best_scale is not None
+    assert best_zero is not None
     return best_scale, best_zero
 
 
@@ -218,6 +220,13 @@ class Curvature:
         return cls(R @ R.T, U, report.dead.flip(0), report)
 
 
+class Grid(Protocol):
+    """Levels that a weight may take, perhaps other ones at every place of a matrix."""
+
+    def nearest(self, weight: Float[Tensor, "out columns"], start: int = 0) -> Float[Tensor, "out columns"]:
+        """The nearest levels of the columns from `start` on."""
+
+
 def rtn(weight: Float[Tensor, "out in"], grid: UniformGrid) -> Int8[Tensor, "out in"]:
     """Codes of the nearest levels: round-to-nearest."""
     return grid.codes(weight.detach().float())
@@ -226,7 +235,7 @@ def rtn(weight: Float[Tensor, "out in"], grid: UniformGrid) -> Int8[Tensor, "out
 def sweep(
     weight: Float[Tensor, "out in"],
     curvature: Curvature,
-    grid: UniformGrid | None,
+    grid: Grid | None,
     *,
     mask: Bool[Tensor, "out in"] | None = None,
     start: int = 0,
@@ -266,7 +275,7 @@ def refine(
     weight: Float[Tensor, "out in"],
     rounded: Float[Tensor, "out in"],
     curvature: Curvature,
-    grid: UniformGrid,
+    grid: Grid,
     *,
     mask: Bool[Tensor, "out in"] | None = None,
     sweeps: int = 4,

@@ -393,6 +393,7 @@ def _of_config(config: Mapping[str, Any]) -> set[str]:
     told = {
         "text": causal or masked or any_key("vocab_size"),
         "image": any_ends("ForImageClassification") or any_key("image_size", "vision_config"),
+        "diffusion": any_ends("DiT", "DiTTransformer2DModel", "PixArtTransformer2DModel"),
         "causal": causal,
         "encoder": masked,
         "attention": any_key("num_attention_heads", "n_head", "num_heads"),

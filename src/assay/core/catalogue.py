@@ -39,7 +39,7 @@ class Method:
         family: one of `FAMILIES`.
         shape: what kinds of thing it gives, from `SHAPES`.
         title: the paper's title.
-        arxiv: the paper's arXiv id.
+        arxiv: the paper's arXiv id; `openreview:` and its id there, where it has none.
         subject: the kinds of input that it takes, as `assay.core.subject` names them.
         requires: what a checkpoint must have for it ("causal", "rotary", …), as `assay.core.subject` reads it.
         summary: one line for a user who has not read the paper.

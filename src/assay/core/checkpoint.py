@@ -155,7 +155,7 @@ class Checkpoint:
         self._check_numbers()
         if self.format == "gguf":
             return self._gguf_config
-        with _quiet():
+        with quiet():
             try:
                 return self.model_class.config_class.from_pretrained(self.path, local_files_only=True)
             except CheckpointError:
@@ -343,7 +343,7 @@ class Checkpoint:
         if self.format == "gguf":
             source, kwargs["gguf_file"] = self.path.parent, self.path.name
         quantised = self.config.get("quantization_config") if self.format != "gguf" else None
-        with _quiet():
+        with quiet():
             if quantised:
                 self._check_quantisation(quantised)
             try:
@@ -457,7 +457,7 @@ class Checkpoint:
         source = self.path
         if self.format == "gguf":
             source, kwargs["gguf_file"] = self.path.parent, self.path.name
-        with _quiet():
+        with quiet():
             try:
                 tokenizer = AutoTokenizer.from_pretrained(source, **kwargs)
             except Exception as error:
@@ -492,7 +492,7 @@ def save(model: nn.Module, path: str | Path, *, tokenizer: Any = None, max_shard
     Raises:
         OutputError: the place is taken or cannot be written.
     """
-    with new_directory(path) as temporary, _quiet():
+    with new_directory(path) as temporary, quiet():
         model.save_pretrained(temporary, max_shard_size=max_shard_size)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
@@ -619,7 +619,7 @@ def _dequantised(model: Any, path: Path) -> Any:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keeps transformers' warnings and bars off the terminal; what matters is raised or reported."""
     from transformers.utils import logging
 

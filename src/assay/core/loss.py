@@ -229,15 +229,22 @@ class Drift:
         self._hidden = [self._run(row) for row in self.windows]
 
     @torch.no_grad()
-    def _run(self, row: Int[Tensor, "context"]) -> Float[Tensor, "context hidden"]:
-        return self.anatomy.backbone(input_ids=row[None], use_cache=False)[0][0]
+    def _run(self, row: Int[Tensor, "context"], backbone: nn.Module | None = None) -> Float[Tensor, "context hidden"]:
+        return (backbone or self.anatomy.backbone)(input_ids=row[None], use_cache=False)[0][0]
 
     @torch.no_grad()
-    def measure(self, n_windows: int | None = None) -> DriftResult:
-        """Run the changed model on the first `n_windows` windows (all by default) and compare."""
+    def measure(self, n_windows: int | None = None, *, changed: Anatomy | None = None) -> DriftResult:
+        """Run the changed model on the first `n_windows` windows (all by default) and compare.
+
+        Args:
+            n_windows: how many.
+            changed: the changed model, where it is another module than the one that this was made of; its head is not
+                used.
+        """
+        backbone = None if changed is None else changed.backbone
         kls, changes, losses, agreed, count = [], [], [], 0, 0
         for row, before in list(zip(self.windows, self._hidden, strict=True))[:n_windows]:
-            after = self._run(row)
+            after = self._run(row, backbone)
             kl = change = loss = 0.0
             step = max(1, _SLICE_BYTES // (4 * self.anatomy.vocab_size))
             for start in range(0, len(row) - 1, step):

@@ -51,6 +51,17 @@ def check_directory(path: str | Path) -> None:
         raise _explain(path, error) from error
 
 
+def check_new(path: str | Path) -> None:
+    """Refuse a place where anything stands, or that cannot be written; leaves nothing.
+
+    Raises:
+        OutputError: it does, or cannot.
+    """
+    if Path(path).exists() or Path(path).is_symlink():
+        raise OutputError(f"{path} exists: choose another place, or delete it")
+    check_directory(path)
+
+
 def write_text(path: str | Path, text: str) -> None:
     """Write a file through a temporary sibling that is renamed at the end.
 

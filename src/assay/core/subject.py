@@ -32,6 +32,7 @@ _REQUIREMENTS = {
     "rotary": "rotary position embeddings",
     "attention": "attention heads",
     "mlp": "dense feed-forward layers",
+    "diffusion": "a diffusion transformer",
     "known": "an architecture that assay knows",
 }
 # Where GGUF and transformers call an architecture differently.

@@ -16,6 +16,7 @@ from assay.report import _figures as figures
 from assay.report._figures import Chart
 
 if TYPE_CHECKING:
+    from assay.compressor import Compression
     from assay.trials import TrialRun
 
 
@@ -84,6 +85,31 @@ def examination_page(examination: Examination) -> str:
             skipped={s.section: s.reason for s in e.skipped},
         )
     )
+
+
+def compression_page(compression: Compression) -> str:
+    """The page of a compressed model: before and after, what was tried, every layer."""
+    c = compression
+    charts = {"layers": _chart("layers", "Output error of each layer", c.figure(), c.layer_table())}
+    if c.tried:
+        charts["tried"] = _chart("tried", "What was tried", c.tried_figure(), c.tried_table())
+    return (
+        _environment()
+        .get_template("compression.html")
+        .render(
+            c=c,
+            charts=charts,
+            specs=_script({key: chart.spec() for key, chart in charts.items()}),
+            plotly=_plotly(),
+            table_of_figures=c.table(),
+        )
+    )
+
+
+def _chart(key: str, title: str, figure: Any, table: Table) -> Chart:
+    drawn = figure.to_plotly_json()
+    layout = {k: v for k, v in drawn["layout"].items() if k != "template"}
+    return Chart(key=key, title=title, alt=title, table=table, traces=drawn["data"], layout=layout)
 
 
 def trial_page(run: TrialRun) -> str:

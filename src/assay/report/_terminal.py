@@ -14,6 +14,7 @@ from assay.core.stats import Interval
 from assay.examine import Examination
 
 if TYPE_CHECKING:
+    from assay.compressor import Compression
     from assay.trials import TrialRun, Verdict
 
 _MARKS = {"warning": ("!", "bold red"), "note": ("•", "cyan"), "good": ("✓", "green")}
@@ -46,6 +47,34 @@ def print_examination(examination: Examination, console: Console | None = None) 
         console.print(Text(f"– {skipped.section}: not measured, {skipped.reason}", style="dim"))
     total = sum(v for k, v in examination.seconds.items())
     console.print(Text(f"\n{total:.0f} s, peak memory {examination.peak_memory / 2**30:.2f} GiB", style="dim"))
+
+
+def print_compression(compression: Compression, console: Console | None = None) -> None:
+    """What was tried, before and after, and what the reader should know."""
+    console = console or _console()
+    c = compression
+    console.print(Text.assemble((c.source, "bold"), f" → {c.out}"))
+    console.print(f"{c.setting}; {len(c.layers)} layers packed, {len(c.left)} left; format {c.format}\n")
+    if c.tried:
+        console.print(_grid(c.tried_table()))
+        console.print()
+    console.print(_grid(c.table()))
+    noted = [layer for layer in c.layers if layer.note]
+    for layer in noted[:3]:
+        console.print(Text(f"! {layer.name}: {layer.note}", style="red"))
+    if len(noted) > 3:
+        console.print(Text(f"! and {len(noted) - 3} more: compression.json has them", style="red"))
+    for reason in sorted(set(c.left.values())):
+        names = [n for n, why in c.left.items() if why == reason]
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        console.print(Text(f"– {names[0]}{more}: {reason}", style="dim"))
+    console.print(
+        Text(
+            f"\n{c.calibration_tokens:,} tokens to calibrate, {c.held_tokens:,} to measure; {c.seconds:.0f} s, peak memory "
+            f"{c.peak_memory / 2**30:.2f} GiB",
+            style="dim",
+        )
+    )
 
 
 def print_trial(run: TrialRun, console: Console | None = None) -> None:

@@ -1,0 +1,74 @@
+"""`assay compress`: a smaller checkpoint, and what it cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from assay.core.errors import InputError
+
+
+def compress(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face directory, a .gguf, or builtin:NAME.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory for the new model; it must not exist yet.")],
+    method: Annotated[str, typer.Option(help="gptq, rtn, obr, bof4 or logart.")] = "gptq",
+    bits: Annotated[int | None, typer.Option(help="Bits of a weight's code; 4 by default.")] = None,
+    group_size: Annotated[
+        int | None, typer.Option(help="Weights that share a scale, 0 for whole rows; 64 by default.")
+    ] = None,
+    asymmetric: Annotated[
+        bool, typer.Option("--asymmetric", help="Store a zero point with each scale (gptq and rtn).")
+    ] = False,
+    sparsity: Annotated[
+        float | None, typer.Option(help="Share of the weights that obr prunes; 0.5 by default.")
+    ] = None,
+    pattern: Annotated[str | None, typer.Option(help="2:4 and the like, in place of --sparsity.")] = None,
+    fit: Annotated[
+        float | None, typer.Option(metavar="BITS_PER_WEIGHT", help="Search methods and settings for this size.")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="Text to calibrate on: plain, JSONL or Parquet; a built-in sample by default.")
+    ] = None,
+    held: Annotated[
+        Path | None, typer.Option(help="Text to measure on; by default what calibration leaves of --text.")
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Windows to calibrate on.")] = 64,
+    context: Annotated[int, typer.Option(help="Tokens in a window.")] = 512,
+    skip: Annotated[
+        list[str] | None, typer.Option(help="A layer to leave as it is: its name, or a part of it. May be repeated.")
+    ] = None,
+    base: Annotated[Path | None, typer.Option(help="The base model of a LoRA adapter.")] = None,
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="Read .bin weights too, with weights_only=True.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print compression.json instead of the summary.")] = False,
+) -> None:
+    """Write a smaller checkpoint that loads where the original did, and measure what it cost."""
+    from assay.cli._progress import shown
+    from assay.core.output import write_text
+
+    named = {"--bits": bits, "--group-size": group_size, "--sparsity": sparsity, "--pattern": pattern}
+    if fit is not None and any(v is not None for v in (*named.values(), asymmetric or None)):
+        raise InputError("--fit chooses the settings itself: leave out --bits, --group-size, --sparsity and --pattern")
+    with shown() as progress:
+        from assay.compressor import Setting, compress_checkpoint
+
+        given: dict[str, Any] = {"text": text, "held": held, "samples": samples, "context": context}
+        given |= {"skip": ("lm_head", *(skip or ())), "base": base, "allow_pickle": allow_pickle, "progress": progress}
+        if fit is not None:
+            from assay.compressor import fit_checkpoint
+
+            result = fit_checkpoint(model, out, fit, **given)
+        else:
+            size = None if group_size == 0 else 64 if group_size is None else group_size
+            setting = Setting(method, bits or 4, size, not asymmetric, sparsity, pattern)  # type: ignore[arg-type]
+            result = compress_checkpoint(model, out, setting, **given)
+    from assay import report
+
+    write_text(out / "report.html", report.compression_page(result))
+    if as_json:
+        typer.echo((out / "compression.json").read_text(encoding="utf-8"), nl=False)
+        return
+    report.print_compression(result)

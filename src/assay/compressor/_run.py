@@ -1,0 +1,560 @@
+"""From a checkpoint to a smaller one: calibrate, pack block by block, write, read again, measure."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from assay.compress._blockwise import linear_layers
+from assay.compress._sequential import Sequential
+from assay.compressor._folder import Partial, check_unquantised, write_model
+from assay.compressor._setting import Outcome, Setting
+from assay.core.anatomy import Anatomy, anatomy
+from assay.core.checkpoint import Checkpoint, quiet
+from assay.core.errors import InputError, NotApplicable, OutputError
+from assay.core.loss import Drift, DriftResult, LossReducer, LossResult, require_causal
+from assay.core.output import check_new, new_directory, write_text
+from assay.core.progress import Progress, silent
+from assay.core.resources import peak_memory
+from assay.core.results import Column, Result, Table
+from assay.core.text import read_texts, token_windows
+from assay.core.trace import trace
+from assay.reference import checkpoint as open_source
+from assay.reference._text import sample
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+_HELD_WINDOWS = 32
+# Inputs that a layer must see for its Hessian to be worth more than none, as a share of its width.
+_LEAST_ROWS = 0.25
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A model on the held-out text, and what it takes.
+
+    Attributes:
+        loss: next-token loss with its interval.
+        bytes: of the weight files.
+        bits_per_weight: of the layers that are packed, as they are stored.
+    """
+
+    loss: LossResult
+    bytes: int
+    bits_per_weight: float
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One packed layer.
+
+    Attributes:
+        name: in the model.
+        setting: what was done.
+        shape: rows and columns.
+        bits_per_weight: as stored.
+        error: squared output error on the calibration inputs, as a share of the output's square.
+        note: what the reader should know.
+    """
+
+    name: str
+    setting: str
+    shape: tuple[int, ...]
+    bits_per_weight: float
+    error: float
+    note: str
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A candidate of a search.
+
+    Attributes:
+        name: its setting.
+        uniform: whether all layers have the same.
+        bits_per_weight: of the packed layers.
+        kl_calibration: KL to the original on calibration windows, nats a token: what candidates are chosen by.
+        perplexity: on the held-out text, for the reader.
+        fits: whether it is small enough.
+    """
+
+    name: str
+    uniform: bool
+    bits_per_weight: float
+    kl_calibration: float
+    perplexity: float
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Compression(Result):
+    """What was done to a model and what it cost.
+
+    Attributes:
+        source: the original.
+        out: where the new one is.
+        setting: the method and its numbers; of a search, what was chosen.
+        format: "compressed-tensors" or "assay".
+        before: the original.
+        after: the new model, read again from its directory.
+        drift: how far its predictions moved.
+        layers: one entry a packed layer.
+        left: linear layers that were left, with the reason.
+        calibration_tokens: tokens that the layers were fitted on.
+        held_tokens: predicted tokens of the held-out text.
+        seconds: of the whole run.
+        peak_memory: of the process, bytes.
+        tried: the candidates of a search, their second moments taken in the original model; empty without one.
+    """
+
+    source: str
+    out: str
+    setting: str
+    format: str
+    before: Measured
+    after: Measured
+    drift: DriftResult
+    layers: tuple[LayerReport, ...]
+    left: dict[str, str]
+    calibration_tokens: int
+    held_tokens: int
+    seconds: float
+    peak_memory: int
+    tried: tuple[Tried, ...] = ()
+
+    def table(self) -> Table:
+        """Before and after."""
+        columns = (Column("figure"), Column("before"), Column("after"))
+        before, after = self.before, self.after
+        rows = (
+            ("perplexity", _perplexity(before.loss), _perplexity(after.loss)),
+            ("KL to the original (nats/token)", "", f"{self.drift.kl.mean:.4f}"),
+            ("same first choice", "", f"{self.drift.agreement:.1%}"),
+            ("weight files (MB)", f"{before.bytes / 1e6:.1f}", f"{after.bytes / 1e6:.1f}"),
+            ("bits per packed weight", f"{before.bits_per_weight:.2f}", f"{after.bits_per_weight:.3f}"),
+        )
+        return Table(columns, rows, f"{self.source}: {self.setting}")
+
+    def layer_table(self) -> Table:
+        """One row a layer."""
+        columns = (
+            Column("layer"),
+            Column("setting"),
+            Column("weights"),
+            Column("bits per weight", "bit", "as stored"),
+            Column("output error", about="squared error on the calibration inputs, share of the output's square"),
+            Column("note"),
+        )
+        rows = tuple((x.name, x.setting, math.prod(x.shape), x.bits_per_weight, x.error, x.note) for x in self.layers)
+        return Table(columns, rows)
+
+    def tried_table(self) -> Table:
+        """One row a candidate of the search, smallest first."""
+        columns = (
+            Column("candidate"),
+            Column("bits per weight", "bit"),
+            Column("KL, calibration", "nats/token", "what candidates are chosen by"),
+            Column("perplexity", about="on the held-out text"),
+            Column("fits"),
+        )
+        ordered = sorted(self.tried, key=lambda t: t.bits_per_weight)
+        rows = tuple(
+            (t.name, t.bits_per_weight, t.kl_calibration, t.perplexity, "yes" if t.fits else "no") for t in ordered
+        )
+        return Table(columns, rows)
+
+    def tried_figure(self) -> Figure:
+        """Perplexity against size: all layers alike, and the mixture."""
+        import plotly.graph_objects as go
+
+        figure = go.Figure()
+        for name, uniform in (("all layers alike", True), ("mixture", False)):
+            points = [t for t in self.tried if t.uniform == uniform]
+            figure.add_scatter(
+                x=[t.bits_per_weight for t in points],
+                y=[t.perplexity for t in points],
+                text=[t.name for t in points],
+                mode="markers+text" if not uniform else "markers",
+                textposition="top center",
+                name=name,
+            )
+        figure.update_layout(xaxis_title="bits per packed weight", yaxis_title="perplexity on held-out text")
+        figure.update_yaxes(type="log")
+        return figure
+
+    def figure(self) -> Figure:
+        """Output error of each layer in the order of the model."""
+        import plotly.graph_objects as go
+
+        figure = go.Figure(
+            go.Scatter(
+                x=[layer.name for layer in self.layers],
+                y=[layer.error for layer in self.layers],
+                mode="markers",
+                hovertext=[f"{layer.setting}, {layer.bits_per_weight:.2f} bits" for layer in self.layers],
+            )
+        )
+        figure.update_layout(yaxis_title="squared output error, share of the output", yaxis_type="log")
+        figure.update_xaxes(showticklabels=False, title="layer, first to last")
+        return figure
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types, without the losses of single windows."""
+        values = super().to_dict()
+        for side in ("before", "after"):
+            loss: LossResult = getattr(self, side).loss
+            values[side]["loss"] = {
+                "mean": loss.loss.mean,
+                "low": loss.loss.low,
+                "high": loss.loss.high,
+                "perplexity": loss.perplexity,
+                "n_tokens": loss.n_tokens,
+            }
+        return values
+
+
+def _perplexity(loss: LossResult) -> str:
+    low, high = math.exp(loss.loss.low), math.exp(loss.loss.high)
+    return f"{loss.perplexity:.2f} ({low:.2f} to {high:.2f})"
+
+
+@dataclass
+class Job:
+    """A model read, its text cut, its layers looked at: what a run and a search both begin with."""
+
+    source: str
+    checkpoint: Checkpoint
+    model: Any
+    anatomy: Anatomy
+    tokenizer: Any
+    calibration: Int[Tensor, "windows tokens"]
+    held: Int[Tensor, "windows tokens"]
+    layers: dict[str, nn.Module]
+    left: dict[str, str]
+    skip: tuple[str, ...]
+    progress: Progress
+
+
+def open_job(
+    source: str | Path,
+    *,
+    text: Path | None,
+    held: Path | None,
+    samples: int,
+    context: int,
+    skip: Sequence[str],
+    base: Path | None,
+    allow_pickle: bool,
+    progress: Progress,
+) -> Job:
+    """Read everything that a run needs, text before weights."""
+    if samples < 1:
+        raise InputError(f"--samples is {samples}: give at least 1")
+    progress(0, None, "load")
+    checkpoint = (
+        open_source(source)
+        if str(source).startswith("builtin:")
+        else Checkpoint(source, base=base, allow_pickle=allow_pickle)
+    )
+    if checkpoint.format != "gguf":
+        check_unquantised(checkpoint.config, source)
+    if not checkpoint.reads_text:
+        raise NotApplicable(f"{source} reads no text, and calibration needs some")
+    tokenizer = checkpoint.tokenizer()
+    calibration, measured = _windows(tokenizer, text, held, samples, context)
+    model = checkpoint.load(None if checkpoint.format != "gguf" else torch.bfloat16)
+    found = anatomy(model)
+    require_causal(found)
+    inside = tuple(block.path for block in found.blocks)
+    taken, left = linear_layers(model, tuple(skip))
+    outside = {n for n in taken if not n.startswith(tuple(f"{p}." for p in inside))}
+    left |= dict.fromkeys(outside, "not part of a block")
+    layers = {n: m for n, m in taken.items() if n not in outside}
+    if not layers:
+        raise NotApplicable(f"{source} has no linear layer to pack ({len(left)} were left)")
+    for name, module in model.named_modules():
+        if type(module).__name__.endswith("Experts") and not list(module.children()):
+            left[name] = "stacked experts are left as they are"
+    return Job(
+        str(source), checkpoint, model, found, tokenizer, calibration, measured, layers, left, tuple(skip), progress
+    )
+
+
+def _windows(tokenizer: Any, text: Path | None, held: Path | None, samples: int, context: int) -> tuple[Tensor, Tensor]:
+    """Windows to calibrate on, and others to measure on."""
+    texts = iter([sample()]) if text is None else read_texts(text)
+    if held is not None:
+        fit = token_windows(tokenizer, texts, tokens=samples * context, context=context).input_ids
+        if fit.numel() < samples * context:
+            raise InputError(
+                f"the text has {fit.numel():,} tokens, and {samples} windows of {context} are {samples * context:,}: give "
+                "a longer text, or fewer --samples"
+            )
+        return fit, token_windows(
+            tokenizer, read_texts(held), tokens=_HELD_WINDOWS * context, context=context
+        ).input_ids
+    wanted = (samples + _HELD_WINDOWS) * context
+    found = token_windows(tokenizer, texts, tokens=wanted, context=context).input_ids
+    if len(found) < samples + _HELD_WINDOWS and text is None:
+        # The built-in sample is short: a third is held out, whatever was asked for.
+        samples = max(1, len(found) * 2 // 3)
+    if found.shape[1] < context or len(found) <= samples:
+        raise InputError(
+            f"the text has {found.numel():,} tokens, and {samples} windows of {context} to calibrate on, with at least one "
+            f"more to measure on, are {(samples + 1) * context:,}: give a longer text, or fewer --samples"
+        )
+    return found[:samples], found[samples : samples + _HELD_WINDOWS]
+
+
+def compress_checkpoint(
+    source: str | Path,
+    out: str | Path,
+    setting: Setting | Mapping[str, Setting],
+    *,
+    text: Path | None = None,
+    held: Path | None = None,
+    samples: int = 64,
+    context: int = 512,
+    skip: Sequence[str] = ("lm_head",),
+    base: Path | None = None,
+    allow_pickle: bool = False,
+    progress: Progress = silent,
+) -> Compression:
+    """Write a smaller model that loads where the original did, and measure what it cost.
+
+    A run that was killed goes on at the block where it stopped, if it is started again with the same arguments.
+
+    Args:
+        source: a model directory, a `.gguf`, or `builtin:NAME`.
+        out: a directory that does not exist yet.
+        setting: what to do to every layer, or to each by name.
+        text: to calibrate on; a built-in sample by default.
+        held: to measure on; by default what calibration leaves of `text`.
+        samples: windows to calibrate on.
+        context: tokens in a window.
+        skip: names of layers to leave: a whole name, that of a part that holds them, or the last piece of one.
+        base: the base model of an adapter.
+        allow_pickle: read `.bin` weights with `weights_only=True`.
+        progress: is told of the blocks.
+
+    Raises:
+        InputError: an option, the text or the settings do not fit.
+        CheckpointError: the model cannot be read, or is quantised already.
+        OutputError: `out` exists or cannot be written, or the disk is too full.
+    """
+    start = time.perf_counter()
+    out = Path(out)
+    check_new(out)
+    job = open_job(
+        source,
+        text=text,
+        held=held,
+        samples=samples,
+        context=context,
+        skip=skip,
+        base=base,
+        allow_pickle=allow_pickle,
+        progress=progress,
+    )
+    return run_job(job, out, setting, start)
+
+
+def run_job(
+    job: Job,
+    out: Path,
+    setting: Setting | Mapping[str, Setting],
+    start: float,
+    *,
+    tried: tuple[Tried, ...] = (),
+) -> Compression:
+    """Pack, write, read again and measure."""
+    settings = dict.fromkeys(job.layers, setting) if isinstance(setting, Setting) else dict(setting)
+    for name, layer in job.layers.items():
+        settings[name].check_width(name, layer_shape(layer)[1])
+    _check_disk(job, settings, out)
+    partial = Partial(out, _fingerprint(job, settings))
+    before = measure_loss(job.model, job.anatomy, job.held, job.progress)
+    drift = Drift(job.model, job.held, anatomy_=job.anatomy)
+
+    layers, left = pack(job, settings, partial)
+    with new_directory(out) as folder:
+        job.progress(0, None, "write")
+        form = write_model(job.model, layers, settings, job.tokenizer, folder)
+        job.progress(0, None, "measure")
+        again = read_again(folder, job.model)
+        after = measure_loss(again, found := anatomy(again), job.held, job.progress)
+        moved = drift.measure(changed=found)
+        names = sorted({s.name for s in settings.values()})
+        result = Compression(
+            source=job.source,
+            out=str(out),
+            setting=names[0] if len(names) == 1 else f"{len(names)} settings: {', '.join(names)}",
+            format=form,
+            before=Measured(before, _weight_bytes(job), 8.0 * job.model.dtype.itemsize),
+            after=Measured(after, sum(f.stat().st_size for f in folder.glob("*.safetensors")), mean_bits(layers)),
+            drift=moved,
+            layers=tuple(
+                LayerReport(n, settings[n].name, tuple(o.packed.shape), o.packed.bits_per_weight, o.error, o.note)
+                for n, o in layers.items()
+            ),
+            left=left,
+            calibration_tokens=job.calibration.numel(),
+            held_tokens=after.n_tokens,
+            seconds=time.perf_counter() - start,
+            peak_memory=peak_memory(),
+            tried=tried,
+        )
+        _write_about(result, folder)
+    partial.remove()
+    return result
+
+
+def pack(
+    job: Job, settings: Mapping[str, Setting], partial: Partial | None = None
+) -> tuple[dict[str, Outcome], dict[str, str]]:
+    """Every layer packed, block by block."""
+
+    def rule(name: str, weight: Tensor, hessian: Tensor | None) -> Outcome:
+        try:
+            return settings[name].apply(weight, hessian)
+        except InputError as error:
+            raise InputError(f"{name}: {error}") from error
+
+    finished: dict[int, dict[str, Outcome]] = {}
+    for block in job.anatomy.blocks if partial else ():
+        found = partial.load(block.index) if partial else None
+        if found is None:
+            break
+        finished[block.index] = found
+    run = Sequential(
+        job.anatomy,
+        job.calibration,
+        rule,
+        skip=(*job.skip, *job.left),
+        least_rows=max(1, int(_LEAST_ROWS * job.anatomy.hidden_size)),
+        progress=job.progress,
+    )
+    left = dict(job.left)
+    for outcome in run.run({i: {n: o.dense for n, o in made.items()} for i, made in finished.items()}):
+        if partial:
+            partial.save(outcome.index, outcome.layers)
+        finished[outcome.index] = {
+            n: Outcome(o.packed, o.dense.new_empty(0), o.error, o.note) for n, o in outcome.layers.items()
+        }
+        left |= outcome.left
+    return {n: o for index in sorted(finished) for n, o in finished[index].items()}, left
+
+
+def mean_bits(layers: Mapping[str, Outcome]) -> float:
+    """Stored bits over weights, of all packed layers together."""
+    weights = sum(o.packed.shape.numel() for o in layers.values())
+    return sum(o.packed.bits_per_weight * o.packed.shape.numel() for o in layers.values()) / weights
+
+
+def read_again(folder: Path, original: Any) -> Any:
+    """The model that was written, read from its files."""
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    how: dict[str, Any] = {"local_files_only": True, "dtype": original.dtype}
+    if json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"] == "compressed-tensors":
+        # Decoded at once: the library decodes on the first call of the whole model, and measuring calls its parts.
+        how["quantization_config"] = CompressedTensorsConfig(dequantize=True)
+    with quiet():
+        return AutoModelForCausalLM.from_pretrained(folder, **how).eval()
+
+
+def measure_loss(model: nn.Module, found: Anatomy, held: Tensor, progress: Progress) -> LossResult:
+    """Next-token loss on the held-out windows."""
+    reducer = LossReducer()
+    trace(model, list(held.split(1)), [reducer], anatomy=found, total=len(held), progress=progress)
+    return reducer.result()
+
+
+def layer_shape(layer: nn.Module) -> tuple[int, int]:
+    """Rows and columns of a layer's weight as a map from inputs to outputs."""
+    n_out, n_in = layer.get_parameter("weight").shape
+    return (n_in, n_out) if not isinstance(layer, nn.Linear) else (n_out, n_in)
+
+
+def _weight_bytes(job: Job) -> int:
+    """What the original's weights take in its own type."""
+    return sum(p.nbytes for p in job.model.parameters())
+
+
+def needed_bytes(job: Job, settings: Mapping[str, Setting]) -> int:
+    """About what the new weight files take."""
+    packed = sum(
+        settings[n].bits_per_weight(*layer_shape(layer)) / 8 * layer.get_parameter("weight").numel()
+        for n, layer in job.layers.items()
+    )
+    rest = _weight_bytes(job) - sum(layer.get_parameter("weight").nbytes for layer in job.layers.values())
+    return int(packed + rest)
+
+
+def _check_disk(job: Job, settings: Mapping[str, Setting], out: Path) -> None:
+    # The finished blocks and the model made of them stand side by side for a moment.
+    need = 2 * needed_bytes(job, settings)
+    place = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
+    free = shutil.disk_usage(place).free
+    if free < need:
+        raise OutputError(
+            f"{out} needs {need / 1e9:.2f} GB while it is written, and {place} has {free / 1e9:.2f} GB free"
+        )
+
+
+def _fingerprint(job: Job, settings: Mapping[str, Setting]) -> dict[str, Any]:
+    """What a run that goes on must have in common with the one before."""
+    sums = hashlib.sha256()
+    for name, parameter in job.model.named_parameters():
+        sums.update(f"{name}{tuple(parameter.shape)}".encode())
+        sums.update(parameter.detach().flatten()[:: max(1, parameter.numel() // 64)].float().cpu().numpy().tobytes())
+    sums.update(job.calibration.numpy().tobytes())
+    return {"run": sums.hexdigest(), "settings": {n: s.name for n, s in settings.items()}}
+
+
+def _write_about(result: Compression, folder: Path) -> None:
+    from importlib.metadata import version
+
+    text = json.dumps(result.to_dict(), indent=1, ensure_ascii=False, allow_nan=True)
+    write_text(folder / "compression.json", text.replace("NaN", "null") + "\n")
+    how = "" if result.format == "compressed-tensors" else "import assay  # teaches transformers the format\n"
+    before, after = result.before, result.after
+    rows = "\n".join("| " + " | ".join(str(c) for c in row) + " |" for row in result.table().rows)
+    noted = [f"- `{layer.name}`: {layer.note}" for layer in result.layers if layer.note]
+    write_text(
+        folder / "README.md",
+        f"""# {Path(result.source.removeprefix("builtin:")).name}, {result.setting}
+
+Made by assay {version("assay")} from `{result.source}`: {len(result.layers)} linear layers packed,
+{len(result.left)} left as they were. Weight files: {before.bytes / 1e6:.1f} MB before, {after.bytes / 1e6:.1f} MB now.
+
+```python
+{how}from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{Path(result.out).name}")
+tokenizer = AutoTokenizer.from_pretrained("{Path(result.out).name}")
+```
+
+## What it cost
+Measured on {result.held_tokens:,} predicted tokens that were not calibrated on; {result.calibration_tokens:,} tokens were.
+
+| figure | before | after |
+|---|---|---|
+{rows}
+
+The run took {result.seconds:.0f} s and {result.peak_memory / 2**30:.2f} GiB at its peak. `compression.json` has every layer.
+"""
+        + ("\n## Layers with a note\n" + "\n".join(noted) + "\n" if noted else ""),
+    )
