@@ -522,24 +522,25 @@ def test_language_model_by_layer_keeps_its_predictions():
 
 def test_language_model_by_block():
     model, ids = language_model()
+    ids = ids[:, :64]
     with torch.no_grad():
         exact = model(ids).logits
     errors = []
-    for iters in (0, 60):
+    for iters in (0, 150):
         packed, cost = logart(
             copy.deepcopy(model),
             [ids],
             bits=3,
             iters=iters,
             granularity="block",
-            blocks=["model.layers.0", "model.layers.1"],
+            blocks=["model.layers.0"],
             generator=torch.Generator().manual_seed(0),
         )
         with torch.no_grad():
             errors.append((packed(ids).logits - exact).norm().item())
     assert errors[1] < errors[0]
     assert cost.granularity == "block"
-    assert [layer.flipped > 0 for layer in cost.layers] == [True] * 14 + [False] * 14
+    assert [layer.flipped > 0 for layer in cost.layers] == [True] * 7 + [False] * 21
 
 
 def test_vision_transformer_keeps_its_accuracy():

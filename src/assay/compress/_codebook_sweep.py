@@ -10,6 +10,7 @@ from torch import Tensor
 
 from assay.compress._blockwise import QTensor
 from assay.compress._uniform import Curvature, refine, sweep
+from assay.core.errors import InputError
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,9 +58,14 @@ def codebook_sweep(
         curvature: of the matrix's inputs.
         rounds: of coordinate descent afterwards.
 
+    Raises:
+        InputError: the codebook is of another kind.
+
     Source:
         GPTQ (arXiv 2210.17323), with the levels of a codebook in place of a uniform grid.
     """
+    if packed.offsets is not None:
+        raise InputError('the codebook has scaling "minmax": the sweep takes "signed" and "absmax"')
     grid = _CodebookGrid.of(packed)
     w = weight.detach().float()
     values = refine(w, sweep(w, curvature, grid), curvature, grid, sweeps=rounds)

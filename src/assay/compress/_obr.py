@@ -1,232 +1,178 @@
-"""Pruning and quantising one matrix together, each making good the other's errors.
+"""Optimal brain restoration: weights pruned and quantised together, each making good the other's errors.
 
 Source: Optimal Brain Restoration for Joint Quantization and Sparsification of LLMs (arXiv 2509.11177).
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
+from jaxtyping import Int
+from torch import Tensor, nn
 
-from assay.compress._uniform import Curvature, UniformGrid, output_error, sweep, uniform_grid
-from assay.core.errors import InputError
-from assay.core.linalg import spd_solve
-from assay.core.parallel import each_on_one_core
+from assay.compress._blockwise import swap
+from assay.compress._obr_matrix import ObrResult, Rounding, Scorer, obr_matrix, parse_pattern, prune_mask, restore
+from assay.compress._packed import SparseTensor, UniformTensor
+from assay.compress._packed_linear import PackedLinear, stored_form
+from assay.compress._rotation import block_hadamard
+from assay.compress._rotation import rotate as rotate_model
+from assay.compress._sequential import Sequential
+from assay.compress._uniform import Curvature, UniformGrid, gptq, output_error, refine, uniform_grid
+from assay.core.anatomy import anatomy
+from assay.core.errors import InputError, NotApplicable
+from assay.core.loss import require_causal
+from assay.core.progress import Progress, silent
 from assay.core.results import Column, Result, Table
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-Scorer = Literal["wanda", "magnitude", "random", "sparsegpt"]
-Rounding = Literal["gptq", "rtn"]
+__all__ = [
+    "Curvature",
+    "ObrLayer",
+    "ObrModelResult",
+    "ObrResult",
+    "PackedLinear",
+    "SparseTensor",
+    "UniformGrid",
+    "UniformTensor",
+    "block_hadamard",
+    "gptq",
+    "obr",
+    "obr_matrix",
+    "output_error",
+    "parse_pattern",
+    "prune_mask",
+    "refine",
+    "restore",
+    "uniform_grid",
+]
 
-# Values of the systems of equations that are in memory at once, for each core.
-_SYSTEM_VALUES = 1 << 24
-
-
-def parse_pattern(pattern: str | tuple[int, int] | None) -> tuple[int, int] | None:
-    """ "2:4", or (2, 4): two of every four consecutive inputs are kept.
-
-    Raises:
-        InputError: it is not of that form, or keeps none or more than there are.
-
-    >>> parse_pattern("2:4")
-    (2, 4)
-    """
-    if pattern is None:
-        return None
-    try:
-        kept, of = pattern.split(":") if isinstance(pattern, str) else pattern
-        kept, of = int(kept), int(of)
-    except (TypeError, ValueError):
-        kept, of = 0, 0
-    if not 0 < kept <= of:
-        raise InputError(f"pattern is {pattern!r}: give kept:of, such as 2:4")
-    return kept, of
-
-
-def prune_mask(
-    weight: Float[Tensor, "out in"],
-    *,
-    sparsity: float = 0.5,
-    pattern: str | tuple[int, int] | None = None,
-    scorer: Scorer = "wanda",
-    hessian: Float[Tensor, "in in"] | None = None,
-    curvature: Curvature | None = None,
-    generator: torch.Generator | None = None,
-) -> Bool[Tensor, "out in"]:
-    """Which weights to keep: in every row the `int(in·sparsity)` with the lowest scores go.
-
-    Args:
-        weight: the matrix.
-        sparsity: the share of each row that goes, from 0 to 1. Not used where there is a pattern.
-        pattern: "kept:of": in every group of `of` consecutive inputs the `kept` with the highest scores stay.
-        scorer: "wanda" scores |w|·√H_ii, "magnitude" |w|, "sparsegpt" w²/U_ii² with H⁻¹ = UᵀU, "random" by chance.
-        hessian: for "wanda" and "sparsegpt".
-        curvature: for "sparsegpt", where the caller has it.
-        generator: for "random".
-
-    Raises:
-        InputError: an option is out of range, the pattern does not divide the width, or the scorer needs the Hessian.
-
-    >>> prune_mask(torch.tensor([[1.0, -3.0, 2.0, 0.5]]), pattern="2:4", scorer="magnitude")
-    tensor([[False,  True,  True, False]])
-    """
-    n = weight.shape[1]
-    if scorer not in get_args(Scorer):
-        raise InputError(f"scorer is {scorer!r}: use one of {', '.join(get_args(Scorer))}")
-    if not 0 <= sparsity <= 1:
-        raise InputError(f"sparsity is {sparsity}: give a share from 0 to 1")
-    w = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
-    if scorer == "random":
-        scores = torch.rand(w.shape, generator=generator, device=w.device)
-    elif scorer == "magnitude":
-        scores = w.abs()
-    elif hessian is None and curvature is None:
-        raise InputError(f"scorer {scorer!r} needs the Hessian of the layer's inputs")
-    elif scorer == "wanda":
-        scores = w.abs() * _given(hessian, curvature).diagonal().to(w).clamp(min=0).sqrt()
-    else:
-        curvature = Curvature.of(_given(hessian, None)) if curvature is None else curvature
-        scores = (w / curvature.U.diagonal().to(w)).square()
-    grouping = parse_pattern(pattern)
-    if grouping is None:
-        return _keep_top(scores, n - int(n * sparsity))
-    kept, of = grouping
-    if n % of:
-        raise InputError(f"C_in={n} is not divisible by M={of}: choose another pattern, or leave the layer out")
-    return _keep_top(scores.unflatten(1, (-1, of)), kept).flatten(1)
-
-
-def _given(hessian: Tensor | None, curvature: Curvature | None) -> Tensor:
-    if hessian is not None:
-        return hessian
-    assert curvature is not None
-    return curvature.H
-
-
-def _keep_top(scores: Float[Tensor, "*rows n"], kept: int) -> Bool[Tensor, "*rows n"]:
-    # A stable sort, so that of equal scores the first stay, on every machine.
-    order = torch.argsort(scores, dim=-1, descending=True, stable=True)
-    mask = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
-    return mask.scatter_(-1, order[..., :kept], True)
-
-
-def restore(
-    imposed: Float[Tensor, "out in"],
-    free: Bool[Tensor, "out in"],
-    H: Float[Tensor, "in in"],
-) -> Float[Tensor, "out in"]:
-    """The change of the free weights that best makes good a change imposed on others: −H_RR⁻¹ H_RE Δ_E for each row.
-
-    Args:
-        imposed: Δ_E, zero wherever nothing is imposed.
-        free: R, the weights that may answer, a set of its own for every row.
-        H: symmetric, positive definite.
-
-    Returns:
-        Δ_R, zero elsewhere.
-
-    Source:
-        Optimal Brain Restoration (arXiv 2509.11177), group error compensation.
-
-    >>> H = torch.tensor([[2.0, 1.0, 0.0], [1.0, 2.0, 1.0], [0.0, 1.0, 2.0]])
-    >>> restore(torch.tensor([[-1.0, 0.0, 0.0]]), torch.tensor([[False, True, True]]), H)
-    tensor([[ 0.0000,  0.6667, -0.3333]])
-    """
-    H = H.to(imposed)
-    n_free = free.sum(1)
-    width = int(n_free.max()) if len(free) else 0
-    answer = torch.zeros_like(imposed)
-    if not width:
-        return answer
-    wanted = -(imposed @ H)
-    # The free columns of each row come first; rows with fewer of them than others are padded.
-    index = torch.argsort(free.to(torch.uint8), dim=1, descending=True, stable=True)[:, :width]
-    rows = max(1, _SYSTEM_VALUES // width**2)
-
-    def solve(at: Tensor) -> None:
-        columns = index[at]
-        real = torch.arange(width, device=H.device) < n_free[at, None]
-        system = H[columns[:, :, None], columns[:, None, :]]
-        right = wanted[at].gather(1, columns).masked_fill(~real, 0)[..., None]
-        if not bool(real.all()):
-            system = system.masked_fill(~(real[:, :, None] & real[:, None, :]), 0)
-            system.diagonal(dim1=1, dim2=2).masked_fill_(~real, 1)
-        factor, info = torch.linalg.cholesky_ex(system)
-        if bool(info.any()):
-            solution = spd_solve(system.double(), right.double()).to(right.dtype)
-        else:
-            solution = torch.cholesky_solve(right, factor)
-        answer[at] = answer[at].scatter(1, columns, solution[..., 0].masked_fill(~real, 0))
-
-    each_on_one_core(solve, torch.arange(len(free), device=H.device).split(rows))
-    return answer
+# Inputs that a layer must see for its Hessian to be worth more than none, as a share of the model's width.
+_LEAST_ROWS = 0.25
 
 
 @dataclass(frozen=True)
-class ObrResult(Result):
-    """What pruning and quantising cost one matrix.
+class ObrLayer:
+    """What became of one layer.
 
     Attributes:
-        mask: which weights are kept.
-        grid: the levels, fitted to the matrix before it was pruned.
-        error: squared error of the output on the calibration inputs, as a share of the output's own square.
-        steps: the same after each step, if every weight were then rounded to the nearest level: pruned only, pruned
-            and restored, rounding restored, final.
-        clipped: the share of the kept weights that lie on an end of the grid after compensation.
-        sparsity: the share of weights that are zero by the mask.
-        n_dead: inputs that were always zero.
-        n_clipped_directions: directions of the Hessian that were raised to be positive; 0 in the usual case.
+        name: in the model.
+        shape: rows and columns of its weight as a map from inputs to outputs.
+        error: squared error of its outputs on the calibration inputs, as a share of the outputs' own square.
+        pruned_error: the same if it had been pruned and rounded to the nearest levels.
+        sparsity: the share of its weights that are pruned.
+        clipped: the share of its kept weights that lie on an end of the grid.
+        bits_per_weight: as stored, bit map and scales included.
+        note: what the reader should know; empty in the usual case.
     """
 
-    mask: Bool[Tensor, "out in"]
-    grid: UniformGrid
+    name: str
+    shape: tuple[int, int]
     error: float
-    steps: dict[str, float]
-    clipped: float
+    pruned_error: float
     sparsity: float
-    n_dead: int
-    n_clipped_directions: int
+    clipped: float
+    bits_per_weight: float
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class ObrModelResult(Result):
+    """What pruning and quantising a model's layers cost.
+
+    Attributes:
+        layers: one entry a packed layer, in the order in which they were done.
+        left: linear layers that were left, with the reason.
+        bits: of a kept weight.
+        rotated: whether the model was turned into other coordinates first.
+        tokens: that the layers were calibrated on.
+        n_other: parameters of the model that are not in packed layers: embeddings, head, norms, biases.
+    """
+
+    layers: tuple[ObrLayer, ...]
+    left: dict[str, str]
+    bits: int
+    rotated: bool
+    tokens: int
+    n_other: int
+
+    @property
+    def n_weights(self) -> int:
+        """Weights of all packed layers."""
+        return sum(math.prod(layer.shape) for layer in self.layers)
+
+    def _mean(self, read: Callable[[ObrLayer], float]) -> float:
+        return sum(read(layer) * math.prod(layer.shape) for layer in self.layers) / self.n_weights
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits over weights, of all packed layers together."""
+        return self._mean(lambda layer: layer.bits_per_weight)
+
+    @property
+    def sparsity(self) -> float:
+        """The share of the packed layers' weights that are pruned."""
+        return self._mean(lambda layer: layer.sparsity)
+
+    @property
+    def error(self) -> float:
+        """The mean over layers of their output errors."""
+        return sum(layer.error for layer in self.layers) / len(self.layers)
 
     def table(self) -> Table:
-        """One row a step."""
-        columns = (Column("step"), Column("output error", about="share of the output's square"))
-        return Table(columns, tuple(self.steps.items()), f"{self.sparsity:.1%} pruned, {self.grid.bits} bits")
+        """One row a layer."""
+        columns = (
+            Column("layer"),
+            Column("weights"),
+            Column("output error", about="squared error on the calibration inputs, share of the output's square"),
+            Column("pruned and rounded", about="the same without restoration"),
+            Column("pruned", about="share of the weights"),
+            Column("clipped", about="share of the kept weights on an end of the grid"),
+            Column("bits per weight", "bit", "as stored"),
+            Column("note"),
+        )
+        rows = tuple(
+            (x.name, math.prod(x.shape), x.error, x.pruned_error, x.sparsity, x.clipped, x.bits_per_weight, x.note)
+            for x in self.layers
+        )
+        title = f"{self.sparsity:.1%} pruned, {self.bits} bits: {self.bits_per_weight:.2f} bits per weight"
+        return Table(columns, rows, title)
 
     def figure(self) -> Figure:
-        """The output error after each step."""
+        """Output error of each layer, with and without restoration."""
         import plotly.graph_objects as go
 
-        figure = go.Figure(go.Bar(x=list(self.steps), y=list(self.steps.values())))
+        names = [layer.name for layer in self.layers]
+        figure = go.Figure()
+        for title, values in (
+            ("pruned and rounded", [layer.pruned_error for layer in self.layers]),
+            ("restored", [layer.error for layer in self.layers]),
+        ):
+            figure.add_scatter(x=names, y=values, mode="markers", name=title)
         figure.update_layout(yaxis_title="squared output error, share of the output", yaxis_type="log")
         return figure
 
-    def to_dict(self) -> dict[str, Any]:
-        """The figures, without mask and grid."""
-        return {
-            "error": self.error,
-            "steps": dict(self.steps),
-            "clipped": self.clipped,
-            "sparsity": self.sparsity,
-            "bits": self.grid.bits,
-            "group_size": self.grid.group_size,
-            "n_dead": self.n_dead,
-            "n_clipped_directions": self.n_clipped_directions,
-        }
+
+@dataclass(frozen=True)
+class _Made:
+    """A layer as it is stored and used."""
+
+    packed: SparseTensor
+    dense: Tensor
+    about: ObrLayer
 
 
-def obr_matrix(
-    weight: Float[Tensor, "out in"],
-    hessian: Float[Tensor, "in in"],
+def obr(
+    model: nn.Module,
+    windows: Int[Tensor, "windows tokens"],
     *,
     sparsity: float = 0.5,
     pattern: str | tuple[int, int] | None = None,
-    grid: UniformGrid | None = None,
     bits: int = 4,
     group_size: int | None = None,
     scorer: Scorer = "wanda",
@@ -234,87 +180,162 @@ def obr_matrix(
     alpha: float = 0.5,
     damping: float = 0.01,
     clip_search: bool = True,
+    rounds: int = 0,
+    rotate: bool = False,
+    skip: Iterable[str] = (),
     generator: torch.Generator | None = None,
-) -> tuple[Float[Tensor, "out in"], ObrResult]:
-    """Prune and quantise a matrix so that its outputs on the calibration inputs change least.
+    progress: Progress = silent,
+) -> tuple[nn.Module, ObrModelResult]:
+    """Prune and quantise the linear layers of a language model's blocks.
 
-    The weights that stay first answer for those that go. Then the kept weights left of a cut answer to nothing more and
-    are rounded, those right of it make good the rounding error of the left, and are rounded in turn: to the nearest
-    level, or column by column as GPTQ does.
+    Block by block, each layer sees the inputs that the finished layers before it make. Embeddings and the language-model
+    head stay as they are. The model is changed in place, after everything has been computed; an error leaves it as it
+    was. Its configuration then describes the packed layers, so that `save_pretrained` writes a directory which
+    `from_pretrained` reads wherever `assay` is imported.
 
     Args:
-        weight: the matrix.
-        hessian: second moments of its inputs, times any constant.
+        model: a causal transformers model.
+        windows: token ids to calibrate on; every window is a sequence of its own.
         sparsity: the share of each row that is pruned.
         pattern: "kept:of", such as "2:4", in place of `sparsity`.
-        grid: the levels; by default one is fitted to the matrix as it is given, before anything is pruned.
-        bits: of that grid.
-        group_size: columns that share a scale in that grid; None for whole rows.
-        scorer: see `prune_mask`.
-        rounding: "gptq" or "rtn", for the weights right of the cut.
-        alpha: where the cut is, as a share of the columns.
+        bits: of a kept weight, from 2 to 8.
+        group_size: columns that share a scale; None for whole rows.
+        scorer: what is pruned: see `prune_mask`.
+        rounding: see `obr_matrix`.
+        alpha: see `obr_matrix`.
         damping: see `Curvature.of`.
         clip_search: see `uniform_grid`.
+        rounds: of coordinate descent on each layer afterwards (`refine`), which is not in the paper.
+        rotate: first turn the residual stream and the values of each head by Hadamard matrices that are taken into the
+            weights, which leaves the output as it is. A head tied to the embedding gets a weight of its own.
+        skip: layers to leave: a whole name, the name of a part that holds them, or the last piece of a name.
         generator: for the scorer "random".
+        progress: is told of every block.
 
     Returns:
-        The matrix on the grid with the mask's zeros, in float32 (float64 for float64 weights), and what it cost.
+        The model, and what each layer cost.
 
     Raises:
-        InputError: an option is out of range, the shapes do not fit, or a value is not finite.
+        InputError: an option or the windows are out of range, a width does not fit the pattern, or activations are not
+            finite; names the layer.
+        NotApplicable: the model predicts no next token, has no layer to pack, or cannot be rotated.
+        UnknownArchitecture: the architecture is not described.
 
     Source:
         Optimal Brain Restoration for Joint Quantization and Sparsification of LLMs (arXiv 2509.11177).
 
     Example:
         >>> import torch
-        >>> from assay.compress import obr_matrix
-        >>> g = torch.Generator().manual_seed(0)
-        >>> x, w = torch.randn(256, 16, generator=g) @ torch.randn(16, 16, generator=g), torch.randn(8, 16, generator=g)
-        >>> new, result = obr_matrix(w, x.T @ x)
-        >>> int((new != 0).sum(1).max()), result.error < result.steps["pruned"]
-        (8, True)
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from assay.compress import obr
+        >>> config = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        ...     num_attention_heads=4)
+        >>> model, result = obr(LlamaForCausalLM(config), torch.arange(400).view(4, 100) % 50)
+        >>> len(result.layers), f"{result.sparsity:.0%}"
+        (14, '50%')
     """
-    if rounding not in get_args(Rounding):
-        raise InputError(f"rounding is {rounding!r}: use one of {', '.join(get_args(Rounding))}")
+    found = anatomy(model)
+    require_causal(found)
+    _check(windows, bits, sparsity, pattern, rounds, alpha)
+
+    def rule(name: str, weight: Tensor, hessian: Tensor | None) -> _Made:
+        note = "" if hessian is not None else "too few tokens came here: restored without knowing the inputs"
+        H = torch.eye(weight.shape[1], device=weight.device) if hessian is None else hessian
+        try:
+            grid = uniform_grid(
+                weight, bits=bits, group_size=group_size, clip_search=clip_search, scale_dtype=torch.bfloat16
+            )
+            values, result = obr_matrix(
+                weight,
+                H,
+                sparsity=sparsity,
+                pattern=pattern,
+                grid=grid,
+                scorer=scorer,
+                rounding=rounding,
+                alpha=alpha,
+                damping=damping,
+                generator=generator,
+            )
+            if rounds:
+                values = refine(weight, values, Curvature.of(H, damping), grid, mask=result.mask, sweeps=rounds)
+        except InputError as error:
+            raise InputError(f"layer {name}: {error}") from error
+        if result.n_dead and not note:
+            note = f"{result.n_dead} inputs were always zero"
+        packed = SparseTensor.of(values, result.mask, grid)
+        about = ObrLayer(
+            name,
+            tuple(weight.shape),  # type: ignore[arg-type]
+            output_error(weight, values, H) if rounds else result.error,
+            result.steps["pruned"],
+            result.sparsity,
+            result.clipped,
+            packed.bits_per_weight,
+            note,
+        )
+        return _Made(packed, packed.dequantize(), about)
+
+    undo = rotate_model(found) if rotate else None
+    try:
+        run = Sequential(
+            found,
+            windows,
+            rule,
+            skip=tuple(skip),
+            least_rows=max(1, int(_LEAST_ROWS * found.hidden_size)),
+            progress=progress,
+        )
+        packed: dict[str, SparseTensor] = {}
+        layers: list[ObrLayer] = []
+        left: dict[str, str] = {}
+        for outcome in run.run():
+            for name, made in outcome.layers.items():
+                packed[name] = made.packed
+                layers.append(made.about)
+            left |= outcome.left
+        if not packed:
+            raise NotApplicable(
+                f"{type(model).__name__} has no layer to pack in its blocks ({len(left)} were left by name or shared)"
+            )
+        total = sum(p.numel() for p in model.parameters())
+        new: dict[str, nn.Module] = {}
+        for name, tensor in packed.items():
+            old = model.get_submodule(name)
+            new[name] = PackedLinear.of(tensor, old._parameters["bias"]).train(old.training)  # type: ignore[arg-type]
+    except BaseException:
+        if undo is not None:
+            undo()
+        raise
+    described = {name: stored_form(tensor)[1] for name, tensor in packed.items()}
+    found.model.config.quantization_config = {"quant_method": "assay", "format_version": 1, "layers": described}  # type: ignore[union-attr]
+    result = ObrModelResult(
+        layers=tuple(layers),
+        left=left,
+        bits=bits,
+        rotated=rotate,
+        tokens=windows.numel(),
+        n_other=total - sum(math.prod(x.shape) for x in layers),
+    )
+    return swap(model, new), result
+
+
+def _check(windows: Any, bits: int, sparsity: float, pattern: Any, rounds: int, alpha: float) -> None:
+    """Refuse before anything is computed."""
+    if (
+        not isinstance(windows, Tensor)
+        or windows.ndim != 2
+        or windows.dtype.is_floating_point
+        or windows.dtype.is_complex
+    ):
+        said = f"{tuple(windows.shape)} of {windows.dtype}" if isinstance(windows, Tensor) else type(windows).__name__
+        raise InputError(f"windows is {said}: pass token ids [windows, tokens]")
+    if not 2 <= bits <= 8:
+        raise InputError(f"bits is {bits}: a uniform grid takes 2 to 8")
+    if not 0 <= sparsity <= 1:
+        raise InputError(f"sparsity is {sparsity}: give a share from 0 to 1")
     if not 0 <= alpha <= 1:
         raise InputError(f"alpha is {alpha}: give a share of the columns from 0 to 1")
-    if weight.ndim != 2 or hessian.shape != (weight.shape[1], weight.shape[1]):
-        raise InputError(f"the weight has shape {tuple(weight.shape)} and the Hessian {tuple(hessian.shape)}")
-    w = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
-    if grid is None:
-        grid = uniform_grid(w, bits=bits, group_size=group_size, clip_search=clip_search)
-    curvature = Curvature.of(hessian, damping)
-    mask = prune_mask(
-        w, sparsity=sparsity, pattern=pattern, scorer=scorer, hessian=hessian, curvature=curvature, generator=generator
-    )
-    mask = mask & ~curvature.dead
-    H = curvature.H.to(w)
-    steps = {"pruned": output_error(w, grid.nearest(w) * mask, hessian)}
-
-    restored = w * mask + restore(-w * ~mask, mask, H)
-    nearest = grid.nearest(restored) * mask
-    steps["restored"] = output_error(w, nearest, hessian)
-
-    cut = int(alpha * w.shape[1])
-    right = torch.arange(w.shape[1], device=w.device) >= cut
-    restored = restored + restore((nearest - restored) * ~right, mask & right, H)
-    nearest = grid.nearest(restored) * mask
-    steps["rounding restored"] = output_error(w, nearest, hessian)
-    if rounding == "gptq":
-        restored[:, :cut] = nearest[:, :cut]
-        nearest = sweep(restored, curvature, grid, mask=mask, start=cut)
-    steps["final"] = output_error(w, nearest, hessian)
-
-    on_end = (grid.codes(nearest) == grid.low) | (grid.codes(nearest) == grid.high)
-    n_kept = int(mask.sum())
-    return nearest, ObrResult(
-        mask=mask,
-        grid=grid,
-        error=steps["final"],
-        steps=steps,
-        clipped=float((on_end & mask).sum()) / n_kept if n_kept else 0.0,
-        sparsity=1 - n_kept / mask.numel(),
-        n_dead=int(curvature.dead.sum()),
-        n_clipped_directions=int(curvature.report.n_clipped.sum()),
-    )
+    if rounds < 0:
+        raise InputError(f"rounds is {rounds}: give how often each weight is looked at, from 0")
+    parse_pattern(pattern)

@@ -61,6 +61,13 @@ def stored_form(packed: Packed) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, description
 
 
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"{name} is no type of numbers")
+    return found
+
+
 class PackedLinear(nn.Linear):
     """A frozen linear layer whose weight stays packed and is decoded, some rows at a time, as it is used.
 
@@ -68,7 +75,7 @@ class PackedLinear(nn.Linear):
     there are few rows); gradients flow to the input. Its buffers are integers, which `.to(dtype)` leaves alone.
 
     Args:
-        tensors: the integers of `stored_form`; on the meta device they may be empty.
+        tensors: the integers of `stored_form`.
         description: the rest of it.
         bias: the bias, `[out]`, or None.
 
@@ -94,7 +101,8 @@ class PackedLinear(nn.Linear):
             self.out_features, self.in_features = map(int, description["shape"])
             self._kind = KINDS[description["kind"]]
             self._settings = {k: int(v) for k, v in description["settings"].items()}
-            self._types = {name: getattr(torch, kind) for name, (kind, *_) in description["tensors"].items()}
+            self._types = {name: _dtype(kind) for name, (kind, *_) in description["tensors"].items()}
+            self._kind.from_stored(tensors, self._settings, torch.Size((self.out_features, self.in_features)))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"the description of a packed layer is damaged: {error!r}") from error
         for name, tensor in tensors.items():
@@ -118,7 +126,7 @@ class PackedLinear(nn.Linear):
         try:
             tensors = {}
             for name, (kind, *shape) in description["tensors"].items():
-                dtype = getattr(torch, kind)
+                dtype = _dtype(kind)
                 tensors[name] = torch.empty(shape, dtype=_AS_INTEGERS.get(dtype, dtype), device="meta")
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise CheckpointError(f"the description of a packed layer is damaged: {error!r}") from error

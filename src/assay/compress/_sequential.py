@@ -15,12 +15,15 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from assay.compress._blockwise import is_conv1d, linear_layers, matrix
-from assay.core.anatomy import Anatomy
+from assay.core.anatomy import Anatomy, Block
 from assay.core.errors import InputError
+from assay.core.linalg import spd_solve
 from assay.core.moments import Covariance
 from assay.core.progress import Progress, silent
 
 _MEMORY = 2 << 30
+# Added to the diagonal, as a share of its mean, where weights are fitted to the original's inputs.
+_DAMPING = 0.01
 
 
 class Rule(Protocol):
@@ -47,7 +50,7 @@ class Activations:
     def __init__(self, memory: int = _MEMORY, folder: Path | None = None) -> None:
         self._memory = memory
         self._held: dict[int, Tensor] = {}
-        self._shapes: dict[int, tuple[torch.Size, torch.dtype]] = {}
+        self._kinds: dict[int, tuple[torch.Size, torch.dtype, torch.device]] = {}
         self._folder = folder
         self._spill: tempfile.TemporaryDirectory[str] | None = None
 
@@ -59,15 +62,18 @@ class Activations:
         self._held.pop(index, None)
         if self._spill is None:
             self._spill = tempfile.TemporaryDirectory(prefix="assay-", dir=self._folder)
-        self._shapes[index] = (value.shape, value.dtype)
-        value.detach().cpu().contiguous().view(torch.uint8).numpy().tofile(self._file(index))
+        self._kinds[index] = (value.shape, value.dtype, value.device)
+        # Not into the old file, which an earlier tensor may still be reading.
+        fresh = self._file(index).with_suffix(".new")
+        value.detach().cpu().contiguous().view(torch.uint8).numpy().tofile(fresh)
+        fresh.replace(self._file(index))
 
     def __getitem__(self, index: int) -> Tensor:
         if index in self._held:
             return self._held[index]
-        shape, dtype = self._shapes[index]
+        shape, dtype, device = self._kinds[index]
         n = shape.numel() * dtype.itemsize
-        return torch.from_file(str(self._file(index)), size=n, dtype=torch.uint8).view(dtype).view(shape)
+        return torch.from_file(str(self._file(index)), size=n, dtype=torch.uint8).view(dtype).view(shape).to(device)
 
     def _file(self, index: int) -> Path:
         assert self._spill is not None
@@ -115,6 +121,9 @@ class Sequential:
         rule: see `Rule`.
         skip: names of layers to leave, as in `bof4`.
         least_rows: layers that saw fewer inputs than this get no Hessian.
+        follow_original: hand the rule not each weight W but the one whose outputs on the inputs x̂, which the changed
+            layers before it make, are nearest to W·x, what the original puts out: W + W·E[(x − x̂)x̂ᵀ]·E[x̂x̂ᵀ]⁻¹. So each
+            layer makes good what those before it did, and errors do not pile up with depth.
         memory: bytes of activations held in memory; the rest waits on disk.
         folder: where.
         progress: is told of every block.
@@ -128,17 +137,20 @@ class Sequential:
     rule: Rule
     skip: Sequence[str] = ()
     least_rows: int = 1
+    follow_original: bool = False
     memory: int = _MEMORY
     folder: Path | None = None
     progress: Progress = silent
     _hidden: Activations = field(init=False)
+    _original: Activations = field(init=False)
     _arguments: list[dict[str, Any]] = field(init=False)
     _window: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         if not len(self.windows):
             raise InputError("there are no windows of text to calibrate on")
-        self._hidden = Activations(self.memory // 2, self.folder)
+        self._hidden = Activations(self.memory // 4, self.folder)
+        self._original = Activations(self.memory // 4, self.folder)
 
     def run(self, done: Mapping[int, Mapping[str, Tensor]] | None = None) -> Iterator[BlockOutcome]:
         """Yield each block as it is finished.
@@ -148,24 +160,34 @@ class Sequential:
         """
         done = done or {}
         blocks = self.anatomy.blocks
-        with torch.no_grad():
-            self._enter()
-            for block in blocks:
-                self.progress(block.index, len(blocks), "blocks")
-                work = copy.deepcopy(block.module).float().eval()
-                if block.index in done:
-                    for name, dense in done[block.index].items():
-                        put(work.get_submodule(_local(name, block.path)), dense)
-                    self._pass(work, block.index, [])
-                else:
-                    yield self._block(work, block.index, block.path)
-            self.progress(len(blocks), len(blocks), "blocks")
+        self._enter()
+        for block in blocks:
+            self.progress(block.index, len(blocks), "blocks")
+            outcome = self._step(block, done.get(block.index))
+            if outcome is not None:
+                yield outcome
+        self.progress(len(blocks), len(blocks), "blocks")
 
+    @torch.no_grad()
+    def _step(self, block: Block, done: Mapping[str, Tensor] | None) -> BlockOutcome | None:
+        """One block, worked on or passed through."""
+        work = copy.deepcopy(block.module).float().eval()
+        if done is None:
+            return self._block(work, block.index, block.path)
+        if self.follow_original:
+            self._originals(work, block.index, [])
+        for name, dense in done.items():
+            put(work.get_submodule(_local(name, block.path)), dense)
+        self._pass(work, block.index, [])
+        return None
+
+    @torch.no_grad()
     def _enter(self) -> None:
         """The input of the first block for every window, and the other arguments of every block."""
         backbone, blocks = self.anatomy.backbone, self.anatomy.blocks
         self._arguments = [{} for _ in blocks]
-        training = backbone.training
+        windows = self.windows.to(next(backbone.parameters()).device)
+        training = {module: module.training for module in backbone.modules()}
         backbone.eval()
         handles = []
 
@@ -174,6 +196,8 @@ class Sequential:
                 hidden = args[0] if args else kwargs["hidden_states"]
                 if index == 0:
                     self._hidden[self._window] = hidden.float()
+                    if self.follow_original:
+                        self._original[self._window] = hidden.float()
                 if self._window:
                     raise _Stop
                 rest = {k: _float(v) for k, v in kwargs.items() if k != "hidden_states"}
@@ -188,22 +212,23 @@ class Sequential:
                 handles.append(block.module.register_forward_pre_hook(keep(block.index), with_kwargs=True))
             for window in self._each_window():
                 try:
-                    backbone(self.windows[window][None], use_cache=False)
+                    backbone(windows[window][None], use_cache=False)
                 except _Stop:
                     continue
         finally:
             for handle in handles:
                 handle.remove()
-            backbone.train(training)
+            for module, flag in training.items():
+                module.training = flag
 
     def _each_window(self) -> Iterator[int]:
         """The number of each window, also where the hooks look for it."""
         for self._window in range(len(self.windows)):  # noqa: B020
             yield self._window
 
-    def _forward(self, work: nn.Module, index: int, window: int) -> Tensor:
+    def _forward(self, work: nn.Module, index: int, hidden: Tensor) -> Tensor:
         rest = self._arguments[index]
-        out = work(self._hidden[window], *rest["_args"], **{k: v for k, v in rest.items() if k != "_args"})
+        out = work(hidden, *rest["_args"], **{k: v for k, v in rest.items() if k != "_args"})
         return out[0] if isinstance(out, tuple) else out
 
     def _block(self, work: nn.Module, index: int, path: str) -> BlockOutcome:
@@ -214,13 +239,14 @@ class Sequential:
         layers: dict[str, Any] = {}
         shortcuts: list[tuple[nn.Module, int | None, nn.Module, Activations]] = []
         stages = self._stages(work, index, names)
-        for stage in stages:
+        wanted = self._originals(work, index, [names[stage.names[0]] for stage in stages])
+        for number, stage in enumerate(stages):
             first = names[stage.names[0]]
-            kept = Activations(self.memory // 4, self.folder) if stage.shortcut else None
-            moments = Covariance(matrix(first).shape[1])
+            kept = Activations(self.memory // 8, self.folder) if stage.shortcut else None
+            moments = _Moments(matrix(first).shape[1], wanted[number] if wanted else None)
 
             def see(_module: nn.Module, args: tuple[Tensor, ...], kept: Any = kept, moments: Any = moments) -> None:
-                moments.update(args[0].flatten(0, -2))
+                moments.update(self._window, args[0])
                 if kept is not None:
                     kept[self._window] = args[0].clone()
                 raise _Stop
@@ -229,19 +255,23 @@ class Sequential:
             with _answered(shortcuts, self):
                 for window in self._each_window():
                     try:
-                        self._forward(work, index, window)
+                        self._forward(work, index, self._hidden[window])
                     except _Stop:
                         continue
             handle.remove()
-            if moments.n_nonfinite:
+            if moments.inputs.n_nonfinite:
                 raise InputError(f"layer {stage.names[0]} is given activations that are not finite")
-            hessian = moments.second_moment if moments.n >= self.least_rows else None
+            hessian = moments.inputs.second_moment if moments.inputs.n >= self.least_rows else None
             for name in stage.names:
-                layers[name] = self.rule(name, matrix(names[name]).float(), hessian)
+                weight = matrix(names[name]).float()
+                if hessian is not None:
+                    weight = moments.followed(weight, hessian)
+                layers[name] = self.rule(name, weight, hessian)
                 put(names[name], layers[name].dense)
             if stage.shortcut and kept is not None:
                 shortcuts.append((*stage.shortcut, first, kept))
-        for name in set(names) - {n for stage in stages for n in stage.names}:
+        staged = {n for stage in stages for n in stage.names}
+        for name in [n for n in names if n not in staged]:
             layers[name] = self.rule(name, matrix(names[name]).float(), None)
             put(names[name], layers[name].dense)
         self._pass(work, index, shortcuts)
@@ -251,22 +281,40 @@ class Sequential:
     def _pass(self, work: nn.Module, index: int, shortcuts: list[Any]) -> None:
         with _answered(shortcuts, self):
             for window in self._each_window():
-                self._hidden[window] = self._forward(work, index, window)
+                self._hidden[window] = self._forward(work, index, self._hidden[window])
+
+    def _originals(self, work: nn.Module, index: int, firsts: Sequence[nn.Module]) -> list[Activations]:
+        """Pass the original's hidden states through the unchanged block, and keep what these layers are given."""
+        if not self.follow_original:
+            return []
+        kept = [Activations(self.memory // (8 * len(firsts)), self.folder) for _ in firsts]
+        handles = []
+        for place, layer in zip(kept, firsts, strict=True):
+
+            def see(_module: nn.Module, args: tuple[Tensor, ...], place: Activations = place) -> None:
+                place[self._window] = args[0].clone()
+
+            handles.append(layer.register_forward_pre_hook(see))
+        for window in self._each_window():
+            self._original[window] = self._forward(work, index, self._original[window])
+        for handle in handles:
+            handle.remove()
+        return kept
 
     def _stages(self, work: nn.Module, index: int, names: Mapping[str, nn.Module]) -> list[_Stage]:
         """Run one window to see in what order the layers come, which share an input, and whose output is a parent's."""
-        stages: dict[int, _Stage] = {}
-        made: dict[int, tuple[str, _Stage]] = {}
+        stages: dict[Any, _Stage] = {}
+        made: dict[Any, tuple[str, _Stage]] = {}
         seen: list[Any] = []
         handles = []
 
         def of_layer(name: str) -> Callable[..., None]:
             def see(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
                 seen.extend((args, output))
-                stage = stages.setdefault(args[0].data_ptr(), _Stage([]))
+                stage = stages.setdefault(_place(args[0]), _Stage([]))
                 if name not in stage.names:
                     stage.names.append(name)
-                made[output.data_ptr()] = (name, stage)
+                made[_place(output)] = (name, stage)
 
             return see
 
@@ -274,8 +322,8 @@ class Sequential:
             seen.append(output)
             parts = output if isinstance(output, tuple) else (output,)
             plain = isinstance(parts[0], Tensor) and all(p is None for p in parts[1:])
-            if plain and parts[0].data_ptr() in made:
-                name, stage = made[parts[0].data_ptr()]
+            if plain and _place(parts[0]) in made:
+                name, stage = made[_place(parts[0])]
                 if stage.names == [name]:
                     stage.shortcut = (module, len(parts) if isinstance(output, tuple) else None)
 
@@ -286,11 +334,41 @@ class Sequential:
             if module is not work and module not in inside:
                 handles.append(module.register_forward_hook(of_parent))
         try:
-            self._forward(work, index, 0)
+            self._forward(work, index, self._hidden[0])
         finally:
             for handle in handles:
                 handle.remove()
         return list(stages.values())
+
+
+class _Moments:
+    """Second moments of a layer's inputs, and of what they lack to the original's."""
+
+    def __init__(self, n: int, wanted: Activations | None) -> None:
+        self.inputs = Covariance(n)
+        self._wanted = wanted
+        self._lack: Tensor | None = None
+        self._n = 0
+
+    def update(self, window: int, inputs: Tensor) -> None:
+        rows = inputs.flatten(0, -2)
+        self.inputs.update(rows)
+        if self._wanted is not None:
+            self._n += len(rows)
+            lack = (self._wanted[window].flatten(0, -2) - rows).T @ rows
+            self._lack = lack if self._lack is None else self._lack.add_(lack)
+
+    def followed(self, weight: Float[Tensor, "out in"], hessian: Float[Tensor, "in in"]) -> Float[Tensor, "out in"]:
+        """The weight whose outputs on these inputs are nearest to the original's on its own."""
+        if self._lack is None or not bool(self._lack.any()):
+            return weight
+        right = (weight @ (self._lack / self._n)).T
+        return weight + spd_solve(hessian.double(), right.double(), _DAMPING).T.to(weight.dtype)
+
+
+def _place(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+    """What two names of one tensor have in common, and a part of it, or another view, has not."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 class _Named(nn.Module):

@@ -6,6 +6,7 @@ SparseGPT: Massive Language Models Can Be Accurately Pruned in One-Shot (arXiv 2
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -237,7 +238,7 @@ def sweep(
     curvature: Curvature,
     grid: Grid | None,
     *,
-    mask: Bool[Tensor, "out in"] | None = None,
+    mask: Bool[Tensor, "out in"] | Callable[[Tensor, int], Tensor] | None = None,
     start: int = 0,
 ) -> Float[Tensor, "out in"]:
     """Round columns from left to right; each one's error is made good by those that follow it.
@@ -246,7 +247,8 @@ def sweep(
         weight: the matrix.
         curvature: of its inputs.
         grid: where to round to; None prunes without rounding.
-        mask: False where a weight must be zero.
+        mask: False where a weight must be zero; or a function that says so for some columns, from what they have
+            become when the sweep reaches them and the number of the first: SparseGPT chooses its mask that way.
         start: the first column; those before it are returned as they are.
 
     Returns:
@@ -258,11 +260,12 @@ def sweep(
     for begin in range(start, n, _SWEEP):
         stop = min(begin + _SWEEP, n)
         errors = w.new_empty(stop - begin, len(w))
+        kept = mask(w[:, begin:stop], begin) if callable(mask) else None if mask is None else mask[:, begin:stop]
         for i in range(begin, stop):
             column = w[:, i]
             new = column if grid is None else grid.nearest(column[:, None], i)[:, 0]
-            if mask is not None:
-                new = new * mask[:, i]
+            if kept is not None:
+                new = new * kept[:, i - begin]
             error = (column - new) / U[i, i]
             w[:, i + 1 : stop].addr_(error, U[i, i + 1 : stop], alpha=-1)
             w[:, i] = new
@@ -314,8 +317,61 @@ def refine(
     return w
 
 
-def output_error(weight: Tensor, new: Tensor, hessian: Tensor) -> float:
-    """Squared error of the layer's output, as a share of the output's own square."""
+def gptq(
+    weight: Float[Tensor, "out in"],
+    hessian: Float[Tensor, "in in"],
+    grid: Grid,
+    *,
+    mask: Bool[Tensor, "out in"] | None = None,
+    damping: float = 0.01,
+    rounds: int = 0,
+) -> Float[Tensor, "out in"]:
+    """Round a matrix to a grid so that its outputs on the calibration inputs change little.
+
+    Args:
+        weight: the matrix.
+        hessian: second moments of its inputs, times any constant.
+        grid: the levels.
+        mask: False where a weight must be zero: one sweep then prunes and rounds, as SparseGPT does.
+        damping: see `Curvature.of`.
+        rounds: of coordinate descent afterwards (`refine`).
+
+    Returns:
+        Values on the grid, float32 (float64 for float64 weights).
+
+    Raises:
+        InputError: the Hessian does not fit, or is not finite, symmetric and positive semi-definite.
+
+    Source:
+        GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers (arXiv 2210.17323), section 3.
+
+    Example:
+        >>> import torch
+        >>> from assay.compress import gptq, output_error, uniform_grid
+        >>> g = torch.Generator().manual_seed(0)
+        >>> x, w = torch.randn(256, 16, generator=g) @ torch.randn(16, 16, generator=g), torch.randn(8, 16, generator=g)
+        >>> grid = uniform_grid(w, bits=3)
+        >>> rounded = gptq(w, x.T @ x, grid)
+        >>> output_error(w, rounded, x.T @ x) < output_error(w, grid.nearest(w), x.T @ x)
+        True
+    """
+    if weight.ndim != 2 or hessian.shape != (weight.shape[1], weight.shape[1]):
+        raise InputError(f"the weight has shape {tuple(weight.shape)} and the Hessian {tuple(hessian.shape)}")
+    curvature = Curvature.of(hessian, damping)
+    values = sweep(weight, curvature, grid, mask=mask)
+    return refine(weight, values, curvature, grid, mask=mask, sweeps=rounds)
+
+
+def output_error(
+    weight: Float[Tensor, "out in"], new: Float[Tensor, "out in"], hessian: Float[Tensor, "in in"]
+) -> float:
+    """Squared error of a layer's output, as a share of the output's own square.
+
+    Args:
+        weight: what the weight was, `[out, in]`.
+        new: what it is.
+        hessian: second moments of the layer's inputs, times any constant.
+    """
     delta, w, H = (new - weight).double(), weight.double(), hessian.double()
     size = float(((w @ H) * w).sum())
     return float(((delta @ H) * delta).sum()) / size if size else 0.0

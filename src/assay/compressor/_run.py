@@ -444,6 +444,7 @@ def pack(
         rule,
         skip=(*job.skip, *job.left),
         least_rows=max(1, int(_LEAST_ROWS * job.anatomy.hidden_size)),
+        follow_original=True,
         progress=job.progress,
     )
     left = dict(job.left)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from assay.compress import learn_rounding, search_log_grid
+from assay.compress import LogGrid, learn_rounding, search_log_grid
 from assay.compress._blockwise import linear_layers, matrix
 from assay.compress._uniform import Curvature, output_error, sweep, uniform_grid
 from assay.core.anatomy import anatomy
@@ -131,6 +131,22 @@ def _log(
     return grid.dequantize(codes), max(bits, math.log2(levels)) + _GRID_BITS / weight.shape[1]
 
 
+class _Levels:
+    """A logarithmic grid as `sweep` asks for it."""
+
+    def __init__(self, grid: LogGrid) -> None:
+        self.grid = grid
+
+    def nearest(self, weight: Tensor, start: int = 0) -> Tensor:
+        """The nearest levels, on the logarithmic scale; the same at every column."""
+        return self.grid.quantize(weight)[0]
+
+
+def _log_swept(weight: Tensor, gram: Tensor, bits: int, iters: int) -> tuple[Tensor, float]:
+    grid = search_log_grid(weight, gram, bits=bits)
+    return sweep(weight, Curvature.of(gram), _Levels(grid)), bits + _GRID_BITS / weight.shape[1]
+
+
 def _uniform(weight: Tensor, gram: Tensor, bits: int, iters: int, *, swept: bool) -> tuple[Tensor, float]:
     grid = uniform_grid(weight, bits=bits, importance=gram.diagonal())
     values = sweep(weight, Curvature.of(gram), grid) if swept else grid.nearest(weight)
@@ -186,12 +202,13 @@ TRIAL = Trial(
         _arm("+dbs", partial(_log, asymmetric=False, scale_search=False), "two bases alone"),
         _arm("log2", partial(_log, base="log2", asymmetric=False, scale_search=False), "powers of 2, nearest"),
         _arm("as published", partial(_log, learned=True, strict=False), "LogART with more than 2^bits codes"),
+        _arm("search + gptq", _log_swept, "LogART's grid, errors made good by later columns instead of learned"),
         _arm("uniform", partial(_uniform, swept=False), "even steps with clip search, nearest"),
         _arm("gptq", partial(_uniform, swept=True), "even steps with clip search, errors made good by later columns"),
     ),
     metrics=(*_metrics(3), *_metrics(4)),
     budgets={
-        "quick": {"calibration": 16, "windows": 8, "tokens": 128, "iters": 50, "seeds": 2},
-        "full": {"calibration": 32, "windows": 32, "tokens": 256, "iters": 500, "seeds": 5},
+        "quick": {"calibration": 16, "windows": 8, "tokens": 128, "iters": 150, "seeds": 2},
+        "full": {"calibration": 32, "windows": 16, "tokens": 256, "iters": 500, "seeds": 5},
     },
 )
