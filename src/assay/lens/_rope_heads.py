@@ -269,7 +269,7 @@ def _label(pos_c: float, sym_c: float, moved: float) -> Label:
 
 
 def _unrotate(
-    x: Float[Tensor, "*batch n d"],
+    x: Float[Tensor, "*batch #n d"],
     positions: Float[Tensor, "*batch n"],
     theta: Float[Tensor, "freqs"],
     pairs: Int[Tensor, "freqs 2"],
@@ -285,7 +285,7 @@ def _unrotate(
     first, second = x[..., pairs[:, 0]], x[..., pairs[:, 1]]
     rotated = [first * cos + second * sin, second * cos - first * sin]
     if len(rest):
-        rotated.append(x[..., rest])
+        rotated.append(x[..., rest].expand(*rotated[0].shape[:-1], -1))
     return torch.cat(rotated, dim=-1)
 
 
@@ -493,7 +493,7 @@ def block_swap_scores(
     at = positions[-1] if query_position is None else torch.as_tensor(query_position, device=k.device)
     heads = torch.broadcast_shapes(q.shape[:-1], k.shape[:-2])
     # A key at position p meets the query as if that stood at p − at: rotations compose.
-    queries = _unrotate(q.to(work)[..., None, :].expand(*q.shape[:-1], n, d), positions - at, theta, pairs, rest)
+    queries = _unrotate(q.to(work)[..., None, :], positions - at, theta, pairs, rest)
     keys = torch.cat([k.to(work)[..., pairs[:, 0]], k.to(work)[..., pairs[:, 1]], k.to(work)[..., rest]], dim=-1)
     fixed, every = _logits(
         queries.expand(*heads, n, d)[..., None, None, :, :],
@@ -683,8 +683,7 @@ class RopeHeadsReducer(Reducer):
         work = torch.promote_types(q.dtype, torch.float32)
         q, k = q.to(work), k.to(work)
         distance = (at[:, None] - place).to(work)
-        q = q[:, :, None].expand(-1, -1, n, -1)
-        frames = _unrotate(q, place[:, None], head.theta, head.pairs, head.rest)
+        frames = _unrotate(q[:, :, None], place[:, None], head.theta, head.pairs, head.rest)
         frames = frames.unflatten(1, (k.shape[1], -1))
         bare = _unrotate(k, place[:, None], head.theta, head.pairs, head.rest)
         which = _pairs(n_blocks, k.device)
