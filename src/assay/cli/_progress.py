@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 from assay.core.progress import Progress, silent
 
+_DAY = 86400.0
+
 
 @contextmanager
 def shown(quiet: bool = False) -> Iterator[Progress]:
@@ -16,7 +18,14 @@ def shown(quiet: bool = False) -> Iterator[Progress]:
         yield silent
         return
     from rich.console import Console
-    from rich.progress import BarColumn, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        SpinnerColumn,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
     from rich.progress import Progress as Bars
 
     with Bars(
@@ -25,12 +34,23 @@ def shown(quiet: bool = False) -> Iterator[Progress]:
         BarColumn(),
         TaskProgressColumn(),
         TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,
+        # One step can take minutes: the time left is told from all of them.
+        speed_estimate_period=_DAY,
     ) as bars:
         task = bars.add_task("starting", total=None)
+        now = ""
 
         def advance(done: float, total: float | None, what: str) -> None:
-            bars.update(task, description=what, completed=done, total=total)
+            nonlocal now
+            if what != now:
+                # Steps of another kind take another time.
+                bars.reset(task, total=total, completed=int(done), description=what)
+                now = what
+            else:
+                bars.update(task, completed=done, total=total)
 
         yield advance

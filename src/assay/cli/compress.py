@@ -35,7 +35,9 @@ def compress(
         Path | None, typer.Option(help="Text to measure on; by default what calibration leaves of --text.")
     ] = None,
     samples: Annotated[int, typer.Option(help="Windows to calibrate on.")] = 64,
-    context: Annotated[int, typer.Option(help="Tokens in a window.")] = 512,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens in a window; 512 by default, or what the model takes.")
+    ] = None,
     skip: Annotated[
         list[str] | None, typer.Option(help="A layer to leave as it is: its name, or a part of it. May be repeated.")
     ] = None,
@@ -62,8 +64,11 @@ def compress(
 
             result = fit_checkpoint(model, out, fit, **given)
         else:
+            if method == "logart" and group_size:
+                raise InputError("--group-size does not go with --method logart, which has one scale a row")
             size = None if group_size == 0 else 64 if group_size is None else group_size
-            setting = Setting(method, bits or 4, size, not asymmetric, sparsity, pattern)  # type: ignore[arg-type]
+            bits = 4 if bits is None else bits
+            setting = Setting(method, bits, size, not asymmetric, sparsity, pattern)  # type: ignore[arg-type]
             result = compress_checkpoint(model, out, setting, **given)
     from assay import report
 

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int16, UInt8
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from assay.compress._blockwise import Product, is_conv1d, linear_layers, matrix, swap
+from assay.compress._blockwise import is_conv1d, linear_layers, matrix, swap
 from assay.compress._packing import pack, packed_width, unpack
 from assay.core.errors import InputError, NotApplicable
 from assay.core.results import Column, Result, Table
@@ -86,8 +86,7 @@ def ddt_denoise(
     if x.shape != q.shape or not x.ndim:
         raise InputError(f"x has shape {tuple(x.shape)} and q {tuple(q.shape)}: give one code for each value")
     _check_options(scheme, lam)
-    slope, mean, code = _regress(x, q, scheme, lam)
-    return _decoded(q, slope, mean, code)
+    return _denoised(x, q, scheme, lam)
 
 
 def ddt(
@@ -182,6 +181,11 @@ class Quantiser:
             raise InputError("bits and keep are both None: there is nothing to quantise and nothing to leave out")
 
     @property
+    def centred(self) -> bool:
+        """Whether codes lie on both sides of 0, which stands for the value 0."""
+        return self.scheme == "linear" or self.keep is not None
+
+    @property
     def density(self) -> float:
         """The share of values that is kept."""
         if isinstance(self.keep, tuple):
@@ -203,30 +207,32 @@ class Quantiser:
         blocks = self._blocks(x)
         q, step, offset, _ = self._codes(blocks)
         if self.estimator == "ste":
-            out = _held(q.detach() * step + offset, blocks)
+            value = q.detach() * step.detach()
+            out = _held(value if self.centred else value + offset.detach(), blocks)
         else:
-            out = _decoded(q, *_regress(blocks, q, self.scheme, self.lam))
+            out = _denoised(blocks, q, self.scheme, self.lam)
         return out.view(x.shape).to(x.dtype)
 
-    def encode(self, x: Tensor) -> tuple[DDTCodes, Tensor | None]:
-        """The codes with what turns them back, and which values are kept; no gradients."""
-        with torch.no_grad():
-            blocks = self._blocks(x)
-            q, step, offset, mask = self._codes(blocks)
-            if self.estimator == "ste":
-                code = q.mean(-1, keepdim=True)
-                slope, mean = step.expand_as(code), step * code + offset
-            else:
-                slope, mean, code = _regress(blocks, q, self.scheme, self.lam)
-                if self.scheme == "linear":
-                    code = q.mean(-1, keepdim=True)
-                    mean = slope * code
-        constants = (slope.squeeze(-1), mean.squeeze(-1), code.squeeze(-1))
-        return DDTCodes(q.to(torch.int16).flatten(-2), *constants), None if mask is None else mask.flatten(-2)
+    @torch.no_grad()
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Codes [*rows, blocks, n], their slope, what is added to it (or None), and which values are kept (or None)."""
+        blocks = self._blocks(x)
+        q, step, offset, mask = self._codes(blocks)
+        if self.estimator == "ste":
+            return q, step, None if self.centred else offset, mask
+        slope, mean, _ = _regress(blocks, q, self.scheme, self.lam)
+        return q, slope, mean, mask
+
+    def decode(self, q: Tensor, slope: Tensor, mean: Tensor | None) -> Tensor:
+        """What `encode` gave turned back, to the last bit as the transform gives it."""
+        if self.estimator == "ste":
+            return q * slope if mean is None else q * slope + mean
+        return _decoded(q, slope, mean, None if mean is None else q.mean(-1, keepdim=True))
 
     def _blocks(self, x: Tensor) -> Tensor:
         kind = torch.float64 if x.dtype == torch.float64 else torch.float32
-        return x.to(kind).reshape(*x.shape[:-1], -1, self.block or x.shape[-1])
+        # Contiguous, so that sums do not depend on the layout.
+        return x.to(kind).reshape(*x.shape[:-1], -1, self.block or x.shape[-1]).contiguous()
 
     def _codes(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Codes, whose derivative is that of what was rounded, their step and offset, and what is kept."""
@@ -236,16 +242,16 @@ class Quantiser:
         zero = x.new_zeros(())
         if self.bits is None:
             # Of order 1, as λ expects it, whatever the scale of the weights.
-            step = _positive((kept.square().sum(-1, keepdim=True) / count).sqrt())
+            step = torch.linalg.vector_norm(kept, dim=-1, keepdim=True) / count**0.5
             return *self._scaled(kept, step, zero), mask
         n = 2 if self.bits == _TERNARY else 2 ** int(self.bits) - 1
-        if self.scheme == "affine" and mask is None:
+        if not self.centred:
             step, offset = self._affine_range(x, n)
             f, step, offset = self._scaled(x, step, offset)
             return _held(f.round().clamp(0, n), f), step, offset, mask
         size = kept.abs()
         mean = size.sum(-1, keepdim=True) / count
-        step = _positive(mean if self.bits in (1, _TERNARY) else size.amax(-1, keepdim=True) / n)
+        step = mean if self.bits in (1, _TERNARY) else size.amax(-1, keepdim=True) / n
         f, step, offset = self._scaled(kept, step, zero)
         if self.bits == _TERNARY:
             rounded = f.round().clamp(-1, 1)
@@ -256,43 +262,99 @@ class Quantiser:
     def _affine_range(self, x: Tensor, n: int) -> tuple[Tensor, Tensor]:
         if self.bits in (1, _TERNARY):
             mean = x.mean(-1, keepdim=True)
-            spread = _positive((x - mean).abs().mean(-1, keepdim=True))
+            spread = (x - mean).abs().mean(-1, keepdim=True)
             step = 2 * spread if self.bits == 1 else spread
             return step, mean - step * (n / 2)
         low, high = x.aminmax(dim=-1, keepdim=True)
-        return _positive((high - low) / n), low
+        return (high - low) / n, low
 
     def _scaled(self, x: Tensor, step: Tensor, offset: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.detach_range:
             step, offset = step.detach(), offset.detach()
-        return (x - offset) / step, step, offset
+        # A block without spread has no step, and any will do.
+        divisor = torch.where(step > torch.finfo(step.dtype).tiny, step, 1.0)
+        return (x - offset) / divisor, step, offset
+
+
+class _Held(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(value: Tensor, through: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, grad
 
 
 def _held(value: Tensor, through: Tensor) -> Tensor:
     """Exactly `value`, with the derivative of `through`."""
-    return value.detach() + (through - through.detach())
-
-
-def _positive(step: Tensor) -> Tensor:
-    """A step to divide by; a block without spread has none, and any will do."""
-    return torch.where(step > torch.finfo(step.dtype).tiny, step, 1.0)
+    held: Tensor = _Held.apply(value.detach(), through)
+    return held
 
 
 def _regress(x: Tensor, q: Tensor, scheme: Scheme, lam: float) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The slope and, of an affine regression, the means of `x` and of the codes."""
     if scheme == "linear":
-        return (x * q).mean(-1, keepdim=True) / (q.square().mean(-1, keepdim=True) + lam), None, None
+        return (x * q).mean(-1, keepdim=True) / _nonzero(q.square().mean(-1, keepdim=True) + lam), None, None
     code, mean = q.mean(-1, keepdim=True), x.mean(-1, keepdim=True)
     centred = q - code
     # Both are centred: the product of a large mean with the rounding error of the other sum would swamp it.
     covariance = (centred * (x - mean)).mean(-1, keepdim=True)
     variance = centred.square().mean(-1, keepdim=True) + lam
-    # Without a ridge, codes that are all equal would give 0 / 0.
-    return covariance / torch.where(variance > 0, variance, 1.0), mean, code
+    return covariance / _nonzero(variance), mean, code
+
+
+def _nonzero(variance: Tensor) -> Tensor:
+    """A variance to divide by: without a ridge, codes that are all equal would give 0 / 0."""
+    return torch.where(variance > 0, variance, 1.0)
 
 
 def _decoded(q: Tensor, slope: Tensor, mean: Tensor | None, code: Tensor | None) -> Tensor:
     return slope * q if mean is None or code is None else torch.addcmul(mean, slope, q - code)
+
+
+class _Denoise(torch.autograd.Function):
+    """The regression with its derivative written out: a third of the passes over memory, and nothing kept but x and q.
+
+    Everything is computed from x and q again, so that the derivative can be differentiated in turn.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, q: Tensor, scheme: Scheme, lam: float) -> Tensor:
+        return _decoded(q, *_regress(x, q, scheme, lam))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Scheme, float], output: Tensor) -> None:
+        x, q, ctx.scheme, ctx.lam = inputs
+        ctx.save_for_backward(x, q)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        # With centred x, q and gradient g, d = Var(q) + λ and r = mean(g q) / d:
+        # ∂x = ḡ + r q and ∂q = s g + r (x − 2 s q). The linear form is the same without centring.
+        x, q = ctx.saved_tensors
+        flat: Tensor | float = 0.0
+        if ctx.scheme == "affine":
+            flat = grad.mean(-1, keepdim=True)
+            x, q, grad = x - x.mean(-1, keepdim=True), q - q.mean(-1, keepdim=True), grad - flat
+        d = _nonzero(q.square().mean(-1, keepdim=True) + ctx.lam)
+        slope, ratio = ((side * q).mean(-1, keepdim=True) / d for side in (x, grad))
+        to_x = ratio * q + flat if ctx.needs_input_grad[0] else None
+        to_q = slope * grad + ratio * (x - 2 * slope * q) if ctx.needs_input_grad[1] else None
+        return to_x, to_q, None, None
+
+
+def _denoised(x: Tensor, q: Tensor, scheme: Scheme, lam: float) -> Tensor:
+    out: Tensor = _Denoise.apply(x, q, scheme, lam)
+    return out
 
 
 def _mask(x: Tensor, keep: tuple[int, int] | float) -> Bool[Tensor, "*blocks n"]:
@@ -405,7 +467,10 @@ def ddt_codes(
     quantiser = Quantiser(bits, scheme, block, keep, lam)
     x = _checked(x, -1)
     quantiser.check_length(x.shape[-1], f"last dimension of x, of shape {tuple(x.shape)}, is")
-    return quantiser.encode(x)[0]
+    q, slope, mean, _ = quantiser.encode(x)
+    code = q.mean(-1, keepdim=True)
+    constants = (c.squeeze(-1) for c in (slope, slope * code if mean is None else mean, code))
+    return DDTCodes(q.flatten(-2).to(torch.int16), *constants)
 
 
 def ddt_matmul(x: DDTCodes, w: DDTCodes) -> Float[Tensor, "*tokens out"]:
@@ -571,7 +636,8 @@ class DDTWeight:
         codes: of the kept weights of each row, counted from 0; 2 bits for three levels.
         mask: numbers of patterns, or a bit map; None where all are kept.
         slope: [out, blocks].
-        mean: what is added to slope · code, [out, blocks]; None where that is 0.
+        mean: of the weights of a block (with the straight-through estimator the value of code 0), [out, blocks]; None
+            where values are multiples of the slope. The mean of the codes is taken from the codes.
         quantiser: how it was made.
         shape: out and in.
     """
@@ -586,17 +652,17 @@ class DDTWeight:
     @classmethod
     def of(cls, weight: Float[Tensor, "out in"], quantiser: Quantiser, scale_dtype: torch.dtype) -> DDTWeight:
         """Quantise and pack a matrix."""
-        encoded, mask = quantiser.encode(weight)
+        q, slope, mean, mask = quantiser.encode(weight)
         width, low, stride = _layout(quantiser)
-        codes = torch.div(encoded.codes - low, stride, rounding_mode="floor")
+        codes = ((q - low) / stride).flatten(-2).to(torch.int16)
         if mask is not None:
+            mask = mask.flatten(-2)
             codes = codes[mask].view(len(codes), -1)
-        through_origin = quantiser.scheme == "linear" or (quantiser.estimator == "ste" and mask is not None)
         return cls(
             pack(codes, width),
             None if mask is None else _pack_mask(mask, quantiser.keep),
-            encoded.slope.to(scale_dtype),
-            None if through_origin else (encoded.mean - encoded.slope * encoded.mean_code).to(scale_dtype),
+            slope.squeeze(-1).to(scale_dtype),
+            None if mean is None else mean.squeeze(-1).to(scale_dtype),
             quantiser,
             weight.shape,
         )
@@ -617,34 +683,28 @@ class DDTWeight:
         constants = self.slope.nbytes + (0 if self.mean is None else self.mean.nbytes)
         return self.code_bits + self.mask_bits + 8 * constants / self.shape.numel()
 
-    def rows(self, first: int, last: int) -> Float[Tensor, "rows in"]:
-        """Some rows, decoded, float32."""
-        at, n = slice(first, last), self.shape[1]
+    def dequantize(self) -> Float[Tensor, "out in"]:
+        """The matrix, float32."""
+        n = self.shape[1]
         width, low, stride = _layout(self.quantiser)
         if self.mask is None:
-            q = unpack(self.codes[at], width, n).float() * stride + low
+            q = unpack(self.codes, width, n).float() * stride + low
         else:
-            mask = _unpack_mask(self.mask[at], self.quantiser.keep, n)
-            kept = unpack(self.codes[at], width, _kept(self.quantiser, n)).float() * stride + low
+            mask = _unpack_mask(self.mask, self.quantiser.keep, n)
+            kept = unpack(self.codes, width, _kept(self.quantiser, n)).float() * stride + low
             q = torch.zeros(mask.shape, device=mask.device).masked_scatter_(mask, kept)
+        mean = None if self.mean is None else self.mean[..., None].float()
         q = q.unflatten(-1, (self.slope.shape[1], -1))
-        slope = self.slope[at, :, None].float()
-        out = q * slope if self.mean is None else torch.addcmul(self.mean[at, :, None].float(), slope, q)
-        return out.flatten(-2)
-
-    def dequantize(self) -> Float[Tensor, "out in"]:
-        """The whole matrix, float32."""
-        return self.rows(0, self.shape[0])
+        return self.quantiser.decode(q, self.slope[..., None].float(), mean).flatten(-2)
 
 
 def _layout(quantiser: Quantiser) -> tuple[int, int, int]:
     """Bits of a stored code, the lowest code and the distance of codes."""
     bits = quantiser.bits
-    centred = quantiser.scheme == "linear" or quantiser.keep is not None
     if bits == _TERNARY:
-        return 2, -1 if centred else 0, 1
+        return 2, -1 if quantiser.centred else 0, 1
     width = int(bits or 0)
-    return (width, 1 - 2**width, 2) if centred else (width, 0, 1)
+    return (width, 1 - 2**width, 2) if quantiser.centred else (width, 0, 1)
 
 
 def _kept(quantiser: Quantiser, n: int) -> int:
@@ -689,7 +749,7 @@ def _unpack_mask(packed: Tensor, keep: Keep, n: int) -> Bool[Tensor, "rows in"]:
 
 
 class DDTPackedLinear(nn.Linear):
-    """What `DDTLinear.export` gives: a frozen layer over packed codes, decoded some rows at a time as it is used.
+    """What `DDTLinear.export` gives: a frozen layer over packed codes, decoded as it is used.
 
     Inputs are quantised as in training. It counts as an `nn.Linear`; reading `weight` decodes a copy. Its `state_dict`
     holds the packed form and loads into a layer that was exported from one of the same shape and options.
@@ -734,15 +794,11 @@ class DDTPackedLinear(nn.Linear):
         return self.packed.dequantize()
 
     def forward(self, input: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch out"]:
-        """The layer's output, in the type of `input` (under autocast, in autocast's type)."""
+        """The layer's output: with constants in float32, to the last bit that of the trained layer."""
         if self.input_quantiser is not None:
             input = self.input_quantiser(input)
-        device = input.device.type
-        if torch.is_autocast_enabled(device):
-            input = input.to(torch.get_autocast_dtype(device))
-        rows: Tensor = Product.apply(input.reshape(-1, self.in_features), self.packed)
-        out = rows.view(*input.shape[:-1], self.out_features)
-        return out if self.bias is None else out + self.bias.to(out.dtype)
+        bias = None if self.bias is None else self.bias.to(input.dtype)
+        return F.linear(input, self.weight.to(input.dtype), bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DDTPackedLinear:
         # `.to(dtype)` and `.half()` must not round the constants.
@@ -892,7 +948,7 @@ def _described(name: str, layer: DDTLinear | DDTPackedLinear, scale_dtype: torch
     else:
         width = _layout(w)[0]
         codes = 8 * packed_width(n if w.keep is None else _kept(w, n), width) / n
-        each = 1 if w.scheme == "linear" or (w.estimator == "ste" and w.keep is not None) else 2
+        each = 1 if w.scheme == "linear" or (w.estimator == "ste" and w.centred) else 2
         constants = each * (n // (w.block or n)) * 8 * scale_dtype.itemsize / n
     mask = 0.0
     if w is not None and w.keep is not None:

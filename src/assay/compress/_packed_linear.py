@@ -21,8 +21,8 @@ _AS_INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.f
 class Packed(Protocol):
     """A matrix that is stored in less than it decodes to."""
 
-    shape: torch.Size
-
+    @property
+    def shape(self) -> torch.Size: ...
     @property
     def bits_per_weight(self) -> float: ...
     def rows(self, first: int, last: int) -> Tensor: ...

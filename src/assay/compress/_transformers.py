@@ -40,6 +40,7 @@ class PackedQuantizer(HfQuantizer):
     """Puts empty packed layers in place before the weights are read."""
 
     requires_calibration = True
+    quantization_config: PackedConfig
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         for name, description in self.quantization_config.layers.items():

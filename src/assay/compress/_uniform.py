@@ -174,7 +174,7 @@ def _fit(
         error = (groups / scale[..., None]).add_(zero[..., None]).round_().clamp_(low_code, high_code)
         error = error.sub_(zero[..., None]).mul_(scale[..., None]).sub_(groups).abs_().pow_(_CLIP_NORM)
         total = error.sum(-1) if cost is None else (error * cost).sum(-1)
-        if best is None:
+        if best is None or best_scale is None or best_zero is None:
             best_scale, best_zero, best = scale, zero, total
         else:
             better = total < best
@@ -214,11 +214,27 @@ class Curvature:
         """
         # The factor of the flipped matrix is, flipped back, an upper R with H = R Rᵀ, so that U is its inverse: no
         # inverse of H is formed.
-        report = damped_cholesky(hessian.double().flip(0, 1), damping)
-        R = report.factor.flip(0, 1)
+        flipped = hessian.flip(0, 1)
+        report = _factored(flipped, damping)
+        R = report.factor.double().flip(0, 1)
         eye = torch.eye(len(R), dtype=R.dtype, device=R.device)
         U = torch.linalg.solve_triangular(R, eye, upper=True)
         return cls(R @ R.T, U, report.dead.flip(0), report)
+
+
+def _factored(matrix: Float[Tensor, "n n"], damping: float) -> CholeskyResult:
+    """In float64; a matrix that was summed in less may be asymmetric and indefinite by the rounding of that."""
+    if matrix.dtype == torch.float64:
+        return damped_cholesky(matrix, damping)
+    wide = matrix.double()
+    loose = 4 * torch.finfo(matrix.dtype).eps ** 0.5
+    if torch.allclose(wide, wide.mT, rtol=0.0, atol=loose * float(wide.diagonal().abs().max())):
+        wide = (wide + wide.mT) / 2
+    try:
+        report = damped_cholesky(wide, damping)
+    except InputError:
+        return damped_cholesky(matrix, damping)
+    return damped_cholesky(matrix, damping) if bool(report.n_clipped) else report
 
 
 class Grid(Protocol):

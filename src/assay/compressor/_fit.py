@@ -17,7 +17,19 @@ from torch import Tensor, nn
 
 from assay.compress._blockwise import matrix
 from assay.compress._sequential import Activations, Sequential, put
-from assay.compressor._run import Compression, Job, Tried, layer_shape, open_job, run_job
+from assay.compressor._folder import exchangeable
+from assay.compressor._run import (
+    Compression,
+    Job,
+    Tried,
+    check_disk,
+    common_width,
+    layer_shape,
+    needed_bytes,
+    open_job,
+    require_exchange,
+    run_job,
+)
 from assay.compressor._setting import Outcome, Setting
 from assay.core.errors import InputError
 from assay.core.loss import Drift
@@ -45,7 +57,7 @@ def fit_checkpoint(
     text: Path | None = None,
     held: Path | None = None,
     samples: int = 64,
-    context: int = 512,
+    context: int | None = None,
     skip: Sequence[str] = ("lm_head",),
     base: Path | None = None,
     allow_pickle: bool = False,
@@ -70,6 +82,8 @@ def fit_checkpoint(
         The estimate is the diagonal Fisher approximation of Optimal Brain Surgeon, at the level of layer outputs.
     """
     start = time.perf_counter()
+    if not 0 < bits_per_weight < float("inf"):
+        raise InputError(f"--fit is {bits_per_weight}: give bits a weight, such as 3.5")
     out = Path(out)
     check_new(out)
     job = open_job(
@@ -84,6 +98,9 @@ def fit_checkpoint(
         progress=progress,
     )
     candidates = _within_reach(job, bits_per_weight)
+    if any(exchangeable(job.layers, dict.fromkeys(job.layers, c)) for c in candidates):
+        require_exchange()
+    check_disk(job, max(needed_bytes(job, dict.fromkeys(job.layers, c)) for c in candidates), out)
     compared = job.calibration[:_COMPARED]
     moments = _Moments(job)
     pressure = _pressure(job, compared)
@@ -116,7 +133,11 @@ def fit_checkpoint(
                     fits=total <= bits_per_weight + 1e-9,
                 )
             )
-    best = min((i for i, t in enumerate(tried) if t.fits), key=lambda i: tried[i].kl_calibration)
+    fitting = [i for i, t in enumerate(tried) if t.fits]
+    if not fitting:
+        least = min(t.bits_per_weight for t in tried)
+        raise InputError(f"--fit is {bits_per_weight}: the smallest that came out has {least:.2f} bits a weight")
+    best = min(fitting, key=lambda i: tried[i].kl_calibration)
     return run_job(job, out, jobs[best], start, tried=tuple(tried))
 
 
@@ -131,7 +152,9 @@ def _within_reach(job: Job, wanted: float) -> list[Setting]:
     for candidate in _CANDIDATES:
         try:
             for name, layer in job.layers.items():
-                candidate.check_width(name, layer_shape(layer)[1])
+                alike = dict.fromkeys(job.layers, candidate)
+                common = common_width(job) if exchangeable(job.layers, alike) else None
+                candidate.check_width(name, layer_shape(layer)[1], common)
         except InputError:
             continue
         usable.append(candidate)
@@ -152,13 +175,17 @@ class _Moments:
 
     def __init__(self, job: Job) -> None:
         self._kept = Activations()
-        self._place = {name: i for i, name in enumerate(job.layers)}
-        self._known: set[str] = set()
+        self._place: dict[str, int] = {}
+        last: Tensor | None = None
 
         def keep(name: str, weight: Tensor, hessian: Tensor | None) -> Any:
+            nonlocal last
             if hessian is not None:
-                self._known.add(name)
-                self._kept[self._place[name]] = hessian
+                # Layers with the same input come one after the other, and are given the same tensor.
+                index = max(self._place.values(), default=-1) + (hessian is not last)
+                if hessian is not last:
+                    self._kept[index] = hessian
+                self._place[name], last = index, hessian
             return _Unchanged(weight)
 
         for _ in Sequential(
@@ -167,7 +194,7 @@ class _Moments:
             pass
 
     def __getitem__(self, name: str) -> Tensor | None:
-        return self._kept[self._place[name]] if name in self._known else None
+        return self._kept[self._place[name]] if name in self._place else None
 
 
 class _Unchanged:

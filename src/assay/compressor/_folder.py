@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -17,11 +17,15 @@ from assay.compress._packed import UniformTensor
 from assay.compress._packed_linear import PackedLinear, stored_form
 from assay.compress._packing import pack
 from assay.compressor._setting import Outcome, Setting
-from assay.core.checkpoint import quiet
+from assay.core.checkpoint import Checkpoint, quiet
 from assay.core.errors import CheckpointError, InputError, OutputError
-from assay.core.output import MARKER, check_new
+from assay.core.output import MARKER, check_new, write_text
 
 _STATE = "state.json"
+_SHARD = "5GB"
+_TOKENIZER_FILES = (
+    "tokenizer*", "vocab*", "merges.txt", "*token*.json", "spiece.model", "sentencepiece*.model", "chat_template*",
+)  # fmt: skip
 
 
 class Partial:
@@ -33,25 +37,23 @@ class Partial:
 
     Raises:
         InputError: there is a run of other settings.
-        OutputError: `out` is taken, or cannot be written.
+        OutputError: `out` is taken, or something else stands where the blocks are kept.
     """
 
     def __init__(self, out: Path, settings: Mapping[str, Any]) -> None:
         check_new(out)
-        self.path = out.with_name(f".{out.name}.partial")
-        state = self.path / _STATE
-        if state.exists():
-            found = json.loads(state.read_text(encoding="utf-8"))
-            if found != settings:
-                raise InputError(
-                    f"{self.path} holds an unfinished run with other settings: finish it with those, or delete it"
-                )
+        self.path = out.absolute().with_name(f".{out.absolute().name}.partial")
+        self._settings = settings
+        if not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir())):
             return
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            state.write_text(json.dumps(settings), encoding="utf-8")
-        except OSError as error:
-            raise OutputError(f"{self.path} cannot be written: {error.strerror or error}") from error
+            found = json.loads((self.path / _STATE).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise OutputError(f"{self.path} is no unfinished run that can be read: delete it") from error
+        if found != settings:
+            raise InputError(
+                f"{self.path} holds an unfinished run with other settings: finish it with those, or delete it"
+            )
 
     def _file(self, block: int) -> Path:
         return self.path / f"block-{block:05d}.safetensors"
@@ -66,13 +68,16 @@ class Partial:
             about[name] = {"description": description, "error": outcome.error, "note": outcome.note}
         unfinished = self._file(block).with_suffix(".tmp")
         try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            if not (self.path / _STATE).exists():
+                write_text(self.path / _STATE, json.dumps(self._settings))
             save_file(tensors, unfinished, metadata={"layers": json.dumps(about)})
             unfinished.replace(self._file(block))
-        except OSError as error:
-            raise OutputError(f"{unfinished} cannot be written: {error.strerror or error}") from error
+        except (OSError, SafetensorError) as error:
+            raise OutputError(f"{unfinished} cannot be written: {error}") from error
 
     def load(self, block: int) -> dict[str, Outcome] | None:
-        """A finished block, or None."""
+        """A finished block, its weights only as packed; or None."""
         if not self._file(block).exists():
             return None
         tensors: dict[str, dict[str, Tensor]] = {}
@@ -84,7 +89,7 @@ class Partial:
         found = {}
         for name, entry in about.items():
             packed = PackedLinear(tensors[name], entry["description"]).packed
-            found[name] = Outcome(packed, packed.dequantize().float(), entry["error"], entry["note"])
+            found[name] = Outcome(packed, torch.empty(0), entry["error"], entry["note"])
         return found
 
     def remove(self) -> None:
@@ -92,8 +97,18 @@ class Partial:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
+def exchangeable(layers: Mapping[str, nn.Module], settings: Mapping[str, Setting]) -> bool:
+    """Whether a model with these layers packed can be written in the format of compressed-tensors."""
+    used = {settings[n] for n in layers}
+    if not all(s.exchangeable for s in used) or not all(isinstance(m, nn.Linear) for m in layers.values()):
+        return False
+    # Zero points have to be decoded as the file is read (see `_exchange_config`), and transformers then knows one
+    # setting for all layers.
+    return len(used) == 1 or all(s.symmetric for s in used)
+
+
 def write_model(
-    model: Any, layers: Mapping[str, Outcome], settings: Mapping[str, Setting], tokenizer: Any, folder: Path
+    model: Any, layers: Mapping[str, Outcome], settings: Mapping[str, Setting], source: Checkpoint, folder: Path
 ) -> str:
     """Write a model with packed layers as a Hugging Face directory.
 
@@ -104,15 +119,13 @@ def write_model(
         model: the original, in the types of its checkpoint; it is left as it is.
         layers: by name.
         settings: of each of those layers.
-        tokenizer: or None.
+        source: where the original lies, for its tokenizer.
         folder: an empty directory.
 
     Returns:
         The name of the format.
     """
-    exchangeable = all(
-        isinstance(o.packed, UniformTensor) and isinstance(model.get_submodule(n), nn.Linear) for n, o in layers.items()
-    )
+    exchange = exchangeable({n: model.get_submodule(n) for n in layers}, settings)
     state = model.state_dict()
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     for name in tied & set(state):
@@ -120,31 +133,45 @@ def write_model(
     for name, outcome in layers.items():
         del state[f"{name}.weight"]
         stored = (
-            _exchanged(cast(UniformTensor, outcome.packed), model.dtype)
-            if exchangeable
-            else stored_form(outcome.packed)[0]
+            _exchanged(cast(UniformTensor, outcome.packed), model.dtype) if exchange else stored_form(outcome.packed)[0]
         )
         state |= {f"{name}.{part}": t.contiguous() for part, t in stored.items()}
     before = getattr(model.config, "quantization_config", None)
-    if exchangeable:
+    if exchange:
         model.config.quantization_config = _exchange_config(model, layers, settings)
     else:
         described = {name: stored_form(o.packed)[1] for name, o in layers.items()}
         model.config.quantization_config = {"quant_method": "assay", "format_version": 1, "layers": described}
     try:
         with quiet():
-            model.save_pretrained(folder, state_dict=state)
-    except OSError as error:
-        raise OutputError(f"{folder} cannot be written: {error.strerror or error}") from error
+            model.save_pretrained(folder, state_dict=state, max_shard_size=_SHARD)
+        _copy_tokenizer(source, folder)
+        for file in folder.glob("*.safetensors"):
+            # Their writer lets nobody but the owner read them.
+            file.chmod((folder / "config.json").stat().st_mode & 0o777)
+    except (OSError, SafetensorError) as error:
+        raise OutputError(f"{folder} cannot be written: {error}") from error
     finally:
         if before is None:
             del model.config.quantization_config
         else:
             model.config.quantization_config = before
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
     (folder / MARKER).touch()
-    return "compressed-tensors" if exchangeable else "assay"
+    return "compressed-tensors" if exchange else "assay"
+
+
+def _copy_tokenizer(source: Checkpoint, folder: Path) -> None:
+    """The tokenizer as it was: loading sets padding for measuring, which its next user may not want."""
+    home = source
+    while home.base is not None:
+        home = home.base
+    if home.format == "gguf":
+        source.tokenizer().save_pretrained(folder)
+        return
+    for pattern in _TOKENIZER_FILES:
+        for file in home.path.glob(pattern):
+            if file.is_file():
+                shutil.copyfile(file, folder / file.name)
 
 
 def _exchanged(packed: UniformTensor, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -172,7 +199,9 @@ def _exchange_config(
     for name in layers:
         groups.setdefault(settings[name], []).append(name)
     linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear)]
-    return {
+    # compressed-tensors makes no room for packed zero points in a model that waits for its weights.
+    how = {} if all(s.symmetric for s in groups) else {"dequantize": True}
+    return how | {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "quantization_status": "compressed",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import math
 import shutil
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,16 +19,16 @@ from torch import Tensor, nn
 
 from assay.compress._blockwise import linear_layers
 from assay.compress._sequential import Sequential
-from assay.compressor._folder import Partial, check_unquantised, write_model
+from assay.compressor._folder import Partial, check_unquantised, exchangeable, write_model
 from assay.compressor._setting import Outcome, Setting
 from assay.core.anatomy import Anatomy, anatomy
 from assay.core.checkpoint import Checkpoint, quiet
-from assay.core.errors import InputError, NotApplicable, OutputError
+from assay.core.errors import AssayError, InputError, MissingDependency, NotApplicable, OutputError
 from assay.core.loss import Drift, DriftResult, LossReducer, LossResult, require_causal
 from assay.core.output import check_new, new_directory, write_text
 from assay.core.progress import Progress, silent
 from assay.core.resources import peak_memory
-from assay.core.results import Column, Result, Table
+from assay.core.results import Column, Result, Table, jsonable
 from assay.core.text import read_texts, token_windows
 from assay.core.trace import trace
 from assay.reference import checkpoint as open_source
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 _HELD_WINDOWS = 32
+_CONTEXT = 512
 # Inputs that a layer must see for its Hessian to be worth more than none, as a share of its width.
 _LEAST_ROWS = 0.25
 
@@ -114,6 +116,7 @@ class Compression(Result):
         left: linear layers that were left, with the reason.
         calibration_tokens: tokens that the layers were fitted on.
         held_tokens: predicted tokens of the held-out text.
+        parameters: weights of the whole model, packed or not.
         seconds: of the whole run.
         peak_memory: of the process, bytes.
         tried: the candidates of a search, their second moments taken in the original model; empty without one.
@@ -130,6 +133,7 @@ class Compression(Result):
     left: dict[str, str]
     calibration_tokens: int
     held_tokens: int
+    parameters: int
     seconds: float
     peak_memory: int
     tried: tuple[Tried, ...] = ()
@@ -137,13 +141,14 @@ class Compression(Result):
     def table(self) -> Table:
         """Before and after."""
         columns = (Column("figure"), Column("before"), Column("after"))
-        before, after = self.before, self.after
+        before, after, kl = self.before, self.after, self.drift.kl
         rows = (
             ("perplexity", _perplexity(before.loss), _perplexity(after.loss)),
-            ("KL to the original (nats/token)", "", f"{self.drift.kl.mean:.4f}"),
-            ("same first choice", "", f"{self.drift.agreement:.1%}"),
+            ("KL to the original (nats/token)", "0", _with_interval(kl.mean, kl.low, kl.high, 4)),
+            ("same first choice", "100%", f"{self.drift.agreement:.1%}"),
             ("weight files (MB)", f"{before.bytes / 1e6:.1f}", f"{after.bytes / 1e6:.1f}"),
             ("bits per packed weight", f"{before.bits_per_weight:.2f}", f"{after.bits_per_weight:.3f}"),
+            ("bits per weight, all files", *(f"{8 * x.bytes / self.parameters:.2f}" for x in (before, after))),
         )
         return Table(columns, rows, f"{self.source}: {self.setting}")
 
@@ -226,8 +231,14 @@ class Compression(Result):
 
 
 def _perplexity(loss: LossResult) -> str:
-    low, high = math.exp(loss.loss.low), math.exp(loss.loss.high)
-    return f"{loss.perplexity:.2f} ({low:.2f} to {high:.2f})"
+    low, high = (math.exp(min(v, 700.0)) for v in (loss.loss.low, loss.loss.high))
+    return _with_interval(loss.perplexity, low, high, 2)
+
+
+def _with_interval(mean: float, low: float, high: float, digits: int) -> str:
+    """A figure and its interval, which one window alone does not give."""
+    interval = f" ({low:.{digits}f} to {high:.{digits}f})" if math.isfinite(low + high) else ""
+    return f"{mean:.{digits}f}{interval}"
 
 
 @dataclass
@@ -253,7 +264,7 @@ def open_job(
     text: Path | None,
     held: Path | None,
     samples: int,
-    context: int,
+    context: int | None,
     skip: Sequence[str],
     base: Path | None,
     allow_pickle: bool,
@@ -273,10 +284,16 @@ def open_job(
     if not checkpoint.reads_text:
         raise NotApplicable(f"{source} reads no text, and calibration needs some")
     tokenizer = checkpoint.tokenizer()
-    calibration, measured = _windows(tokenizer, text, held, samples, context)
+    calibration, measured = _windows(tokenizer, text, held, samples, _window_size(checkpoint, context))
     model = checkpoint.load(None if checkpoint.format != "gguf" else torch.bfloat16)
     found = anatomy(model)
     require_causal(found)
+    largest = int(max(calibration.max(), measured.max()))
+    if largest >= found.vocab_size:
+        raise InputError(
+            f"the tokenizer of {source} gives token {largest} and the model's vocabulary has {found.vocab_size}: they do "
+            "not match"
+        )
     inside = tuple(block.path for block in found.blocks)
     taken, left = linear_layers(model, tuple(skip))
     outside = {n for n in taken if not n.startswith(tuple(f"{p}." for p in inside))}
@@ -285,37 +302,45 @@ def open_job(
     if not layers:
         raise NotApplicable(f"{source} has no linear layer to pack ({len(left)} were left)")
     for name, module in model.named_modules():
-        if type(module).__name__.endswith("Experts") and not list(module.children()):
-            left[name] = "stacked experts are left as they are"
+        matrices = [p for p in module._parameters.values() if p is not None and p.ndim > 1]
+        if matrices and name not in layers and name not in left and not isinstance(module, nn.Embedding):
+            stacked = all(p.ndim > 2 for p in matrices)
+            left[name] = "stacked experts are not packed" if stacked else f"{type(module).__name__} is not packed"
     return Job(
         str(source), checkpoint, model, found, tokenizer, calibration, measured, layers, left, tuple(skip), progress
     )
 
 
+def _window_size(checkpoint: Checkpoint, wanted: int | None) -> int:
+    """Tokens in a window: what was asked for, else 512, at most what the model takes."""
+    config = checkpoint.configuration.get_text_config().to_dict()
+    limits = (config.get(key) for key in ("max_position_embeddings", "n_positions", "seq_length"))
+    limit = next((v for v in limits if isinstance(v, int) and v > 0), None)
+    if wanted is None:
+        return _CONTEXT if limit is None else min(_CONTEXT, limit)
+    if limit is not None and wanted > limit:
+        raise InputError(f"--context is {wanted}, and the model takes {limit} tokens at most")
+    return wanted
+
+
 def _windows(tokenizer: Any, text: Path | None, held: Path | None, samples: int, context: int) -> tuple[Tensor, Tensor]:
     """Windows to calibrate on, and others to measure on."""
     texts = iter([sample()]) if text is None else read_texts(text)
-    if held is not None:
-        fit = token_windows(tokenizer, texts, tokens=samples * context, context=context).input_ids
-        if fit.numel() < samples * context:
-            raise InputError(
-                f"the text has {fit.numel():,} tokens, and {samples} windows of {context} are {samples * context:,}: give "
-                "a longer text, or fewer --samples"
-            )
-        return fit, token_windows(
-            tokenizer, read_texts(held), tokens=_HELD_WINDOWS * context, context=context
-        ).input_ids
-    wanted = (samples + _HELD_WINDOWS) * context
-    found = token_windows(tokenizer, texts, tokens=wanted, context=context).input_ids
-    if len(found) < samples + _HELD_WINDOWS and text is None:
+    apart = _HELD_WINDOWS if held is None else 0
+    found = token_windows(tokenizer, texts, tokens=(samples + apart) * context, context=context).input_ids
+    if text is None and len(found) < samples + apart:
         # The built-in sample is short: a third is held out, whatever was asked for.
-        samples = max(1, len(found) * 2 // 3)
-    if found.shape[1] < context or len(found) <= samples:
+        samples = max(1, len(found) * 2 // 3) if apart else len(found)
+    least = samples + (1 if apart else 0)
+    if found.shape[1] < context or len(found) < least:
+        more = ", with one more to measure on," if apart else ""
         raise InputError(
-            f"the text has {found.numel():,} tokens, and {samples} windows of {context} to calibrate on, with at least one "
-            f"more to measure on, are {(samples + 1) * context:,}: give a longer text, or fewer --samples"
+            f"{text or 'the built-in text'} has {found.numel():,} tokens in whole windows, and {samples} of {context} to "
+            f"calibrate on{more} are {least * context:,}: give a longer text, or fewer --samples"
         )
-    return found[:samples], found[samples : samples + _HELD_WINDOWS]
+    if held is None:
+        return found[:samples], found[samples:]
+    return found, token_windows(tokenizer, read_texts(held), tokens=_HELD_WINDOWS * context, context=context).input_ids
 
 
 def compress_checkpoint(
@@ -326,7 +351,7 @@ def compress_checkpoint(
     text: Path | None = None,
     held: Path | None = None,
     samples: int = 64,
-    context: int = 512,
+    context: int | None = None,
     skip: Sequence[str] = ("lm_head",),
     base: Path | None = None,
     allow_pickle: bool = False,
@@ -343,7 +368,7 @@ def compress_checkpoint(
         text: to calibrate on; a built-in sample by default.
         held: to measure on; by default what calibration leaves of `text`.
         samples: windows to calibrate on.
-        context: tokens in a window.
+        context: tokens in a window; 512 by default, or as many as the model takes.
         skip: names of layers to leave: a whole name, that of a part that holds them, or the last piece of one.
         base: the base model of an adapter.
         allow_pickle: read `.bin` weights with `weights_only=True`.
@@ -353,6 +378,7 @@ def compress_checkpoint(
         InputError: an option, the text or the settings do not fit.
         CheckpointError: the model cannot be read, or is quantised already.
         OutputError: `out` exists or cannot be written, or the disk is too full.
+        MissingDependency: the format of compressed-tensors is to be written and the library is not there.
     """
     start = time.perf_counter()
     out = Path(out)
@@ -381,19 +407,28 @@ def run_job(
 ) -> Compression:
     """Pack, write, read again and measure."""
     settings = dict.fromkeys(job.layers, setting) if isinstance(setting, Setting) else dict(setting)
+    common = common_width(job) if exchangeable(job.layers, settings) else None
     for name, layer in job.layers.items():
-        settings[name].check_width(name, layer_shape(layer)[1])
-    _check_disk(job, settings, out)
+        settings[name].check_width(name, layer_shape(layer)[1], common)
+    if common is not None:
+        require_exchange()
+    check_disk(job, needed_bytes(job, settings), out)
     partial = Partial(out, _fingerprint(job, settings))
     before = measure_loss(job.model, job.anatomy, job.held, job.progress)
     drift = Drift(job.model, job.held, anatomy_=job.anatomy)
 
-    layers, left = pack(job, settings, partial)
+    try:
+        layers, left = pack(job, settings, partial)
+    except OutputError:
+        raise  # there may be room later
+    except AssayError:
+        partial.remove()
+        raise
     with new_directory(out) as folder:
         job.progress(0, None, "write")
-        form = write_model(job.model, layers, settings, job.tokenizer, folder)
+        form = write_model(job.model, layers, settings, job.checkpoint, folder)
         job.progress(0, None, "measure")
-        again = read_again(folder, job.model)
+        again = read_again(folder)
         after = measure_loss(again, found := anatomy(again), job.held, job.progress)
         moved = drift.measure(changed=found)
         names = sorted({s.name for s in settings.values()})
@@ -412,6 +447,7 @@ def run_job(
             left=left,
             calibration_tokens=job.calibration.numel(),
             held_tokens=after.n_tokens,
+            parameters=sum(p.numel() for p in job.model.parameters()),
             seconds=time.perf_counter() - start,
             peak_memory=peak_memory(),
             tried=tried,
@@ -421,14 +457,33 @@ def run_job(
     return result
 
 
+class _Decoded(Mapping[int, dict[str, Tensor]]):
+    """The weights of blocks that were finished before, decoded one block at a time."""
+
+    def __init__(self, finished: Mapping[int, Mapping[str, Outcome]]) -> None:
+        self._finished = dict(finished)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: outcome.packed.dequantize().float() for name, outcome in self._finished[index].items()}
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._finished)
+
+    def __len__(self) -> int:
+        return len(self._finished)
+
+
 def pack(
     job: Job, settings: Mapping[str, Setting], partial: Partial | None = None
 ) -> tuple[dict[str, Outcome], dict[str, str]]:
     """Every layer packed, block by block."""
 
+    # Scales are read in the model's type, so that they must be made in it; bfloat16 goes into float32 as it is.
+    scales = torch.float16 if job.model.dtype == torch.float16 else torch.bfloat16
+
     def rule(name: str, weight: Tensor, hessian: Tensor | None) -> Outcome:
         try:
-            return settings[name].apply(weight, hessian)
+            return settings[name].apply(weight, hessian, scales)
         except InputError as error:
             raise InputError(f"{name}: {error}") from error
 
@@ -448,13 +503,11 @@ def pack(
         progress=job.progress,
     )
     left = dict(job.left)
-    for outcome in run.run({i: {n: o.dense for n, o in made.items()} for i, made in finished.items()}):
+    for outcome in run.run(_Decoded(finished)):
         if partial:
             partial.save(outcome.index, outcome.layers)
-        finished[outcome.index] = {
-            n: Outcome(o.packed, o.dense.new_empty(0), o.error, o.note) for n, o in outcome.layers.items()
-        }
-        left |= outcome.left
+        finished[outcome.index] = {n: replace(o, dense=o.dense.new_empty(0)) for n, o in outcome.layers.items()}
+        left = outcome.left | left
     return {n: o for index in sorted(finished) for n, o in finished[index].items()}, left
 
 
@@ -464,16 +517,16 @@ def mean_bits(layers: Mapping[str, Outcome]) -> float:
     return sum(o.packed.bits_per_weight * o.packed.shape.numel() for o in layers.values()) / weights
 
 
-def read_again(folder: Path, original: Any) -> Any:
+def read_again(folder: Path) -> Any:
     """The model that was written, read from its files."""
-    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+    from transformers import AutoModelForCausalLM
 
-    how: dict[str, Any] = {"local_files_only": True, "dtype": original.dtype}
-    if json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"] == "compressed-tensors":
-        # Decoded at once: the library decodes on the first call of the whole model, and measuring calls its parts.
-        how["quantization_config"] = CompressedTensorsConfig(dequantize=True)
     with quiet():
-        return AutoModelForCausalLM.from_pretrained(folder, **how).eval()
+        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
+        # compressed-tensors decodes on the first call of the whole model, and measuring calls its parts.
+        with torch.no_grad():
+            model(torch.zeros(1, 1, dtype=torch.long), use_cache=False)
+    return model
 
 
 def measure_loss(model: nn.Module, found: Anatomy, held: Tensor, progress: Progress) -> LossResult:
@@ -504,14 +557,34 @@ def needed_bytes(job: Job, settings: Mapping[str, Setting]) -> int:
     return int(packed + rest)
 
 
-def _check_disk(job: Job, settings: Mapping[str, Setting], out: Path) -> None:
+def common_width(job: Job) -> int:
+    """The greatest common divisor of the widths of all layers."""
+    return math.gcd(*(layer_shape(layer)[1] for layer in job.layers.values()))
+
+
+def require_exchange() -> None:
+    """Raise unless the library compressed-tensors is installed, with which transformers reads what is written.
+
+    Raises:
+        MissingDependency: it is not.
+    """
+    if importlib.util.find_spec("compressed_tensors") is None:
+        raise MissingDependency("gptq and rtn need the package compressed-tensors: pip install assay[compress]")
+
+
+def check_disk(job: Job, need: int, out: Path) -> None:
+    """Refuse to start where `need` bytes of weights have no room.
+
+    Raises:
+        OutputError: there is none.
+    """
     # The finished blocks and the model made of them stand side by side for a moment.
-    need = 2 * needed_bytes(job, settings)
+    need *= 2
     place = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
     free = shutil.disk_usage(place).free
     if free < need:
         raise OutputError(
-            f"{out} needs {need / 1e9:.2f} GB while it is written, and {place} has {free / 1e9:.2f} GB free"
+            f"{out} needs {need / 1e6:,.1f} MB while it is written, and {place} has {free / 1e6:,.1f} MB free"
         )
 
 
@@ -528,8 +601,8 @@ def _fingerprint(job: Job, settings: Mapping[str, Setting]) -> dict[str, Any]:
 def _write_about(result: Compression, folder: Path) -> None:
     from importlib.metadata import version
 
-    text = json.dumps(result.to_dict(), indent=1, ensure_ascii=False, allow_nan=True)
-    write_text(folder / "compression.json", text.replace("NaN", "null") + "\n")
+    document = {"schema": "assay.compression", "version": 1, "assay": version("assay"), **jsonable(result.to_dict())}
+    write_text(folder / "compression.json", json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     how = "" if result.format == "compressed-tensors" else "import assay  # teaches transformers the format\n"
     before, after = result.before, result.after
     rows = "\n".join("| " + " | ".join(str(c) for c in row) + " |" for row in result.table().rows)
