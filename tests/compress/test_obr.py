@@ -342,6 +342,18 @@ def test_the_cut_is_the_exact_column(alpha, n_in):
     assert torch.equal(new[:, cut:], sweep(second, curvature, grid, mask=mask, start=cut)[:, cut:])
 
 
+def test_a_mask_of_ones_own_is_kept():
+    w, H = layer(5)
+    mask = prune_mask(w, hessian=H)
+    assert torch.equal(obr_matrix(w, H, mask=mask)[0], obr_matrix(w, H)[0])
+    other = torch.rand(w.shape, generator=torch.Generator().manual_seed(0)) < 0.4
+    new, result = obr_matrix(w, H, mask=other)
+    assert torch.equal(result.mask, other)
+    assert (new[~other] == 0).all()
+    with pytest.raises(InputError, match=r"mask is \(64, 128\) of torch.int64: give \(64, 128\) of torch.bool"):
+        obr_matrix(w, H, mask=other.long())
+
+
 def test_dead_inputs_are_pruned_and_counted():
     w, H = layer(5)
     H[:7], H[:, :7] = 0, 0

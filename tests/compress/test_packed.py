@@ -14,7 +14,7 @@ from torch import nn
 from assay.compress import PackedLinear, SparseTensor, UniformTensor, prune_mask, uniform_grid
 from assay.compress._packed import stored_bits
 from assay.compress._packed_linear import KINDS, kind_of, stored_form
-from assay.core.errors import CheckpointError, InputError
+from assay.core.errors import CheckpointError, InputError, NotApplicable
 
 
 def draw(seed=0, out=12, n_in=40):
@@ -229,6 +229,13 @@ def test_it_counts_as_a_linear_layer_and_says_what_it_is():
     assert isinstance(layer, nn.Linear)
     assert "kind=SparseTensor" in repr(layer)
     assert (layer.in_features, layer.out_features) == (40, 12)
+
+
+def test_what_is_added_to_a_decoded_weight_is_refused_and_not_lost():
+    layer, values, _ = layer_of(MAKERS["sparse"])
+    with pytest.raises(NotApplicable, match="cannot be assigned"):
+        layer.weight.data += 1.0
+    assert torch.equal(layer.weight, values)
 
 
 # ---- damage ------------------------------------------------------------------------------------------------------

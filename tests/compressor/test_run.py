@@ -184,7 +184,7 @@ def test_two_runs_give_the_same(outs, checkpoint, tmp_path):
         ("phi3", "bof4", "assay", 8),
         ("tied", "gptq", "compressed-tensors", 14),
         ("tied", "logart", "assay", 14),
-        ("mixtral", "gptq", "compressed-tensors", 8),
+        ("mixtral", "gptq", "assay", 8),
         ("mixtral", "obr", "assay", 8),
     ],
 )
@@ -427,7 +427,7 @@ class TestRefusals:
     def test_activations_that_are_not_finite(self, checkpoint, tmp_path):
         broken = shutil.copytree(checkpoint("llama"), tmp_path / "broken")
         tensors = load_file(broken / "model.safetensors")
-        tensors["model.layers.1.input_layernorm.weight"][3] = float("nan")
+        tensors["model.layers.1.input_layernorm.weight"][3] = 3e38
         save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
         self.refuse(
             InputError, r"layer model\.layers\.1\.self_attn\.q_proj is given activations that are not finite", broken
@@ -438,7 +438,7 @@ class TestRefusals:
         tensors = load_file(broken / "model.safetensors")
         tensors["model.layers.0.mlp.down_proj.weight"][3, 4] = float("inf")
         save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
-        self.refuse(InputError, r"model\.layers\.0\.mlp\.down_proj", broken)
+        self.refuse(InputError, r"model\.layers\.0\.mlp\.down_proj\.weight of .* are not finite", broken)
 
     @pytest.mark.parametrize("name", ["gptq", "bof4"])
     def test_a_model_that_is_quantised_already(self, outs, name, idle):

@@ -13,7 +13,7 @@ from assay.core.errors import InputError
 def compress(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face directory, a .gguf, or builtin:NAME.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory for the new model; it must not exist yet.")],
-    method: Annotated[str, typer.Option(help="gptq, rtn, obr, bof4 or logart.")] = "gptq",
+    method: Annotated[str | None, typer.Option(help="gptq, rtn, obr, bof4 or logart; gptq by default.")] = None,
     bits: Annotated[int | None, typer.Option(help="Bits of a weight's code; 4 by default.")] = None,
     group_size: Annotated[
         int | None, typer.Option(help="Weights that share a scale, 0 for whole rows; 64 by default.")
@@ -39,7 +39,8 @@ def compress(
         int | None, typer.Option(help="Tokens in a window; 512 by default, or what the model takes.")
     ] = None,
     skip: Annotated[
-        list[str] | None, typer.Option(help="A layer to leave as it is: its name, or a part of it. May be repeated.")
+        list[str] | None,
+        typer.Option(help="Layers to leave: a whole name, that of a part, or a name's last piece. May be repeated."),
     ] = None,
     base: Annotated[Path | None, typer.Option(help="The base model of a LoRA adapter.")] = None,
     allow_pickle: Annotated[
@@ -51,9 +52,13 @@ def compress(
     from assay.cli._progress import shown
     from assay.core.output import write_text
 
-    named = {"--bits": bits, "--group-size": group_size, "--sparsity": sparsity, "--pattern": pattern}
-    if fit is not None and any(v is not None for v in (*named.values(), asymmetric or None)):
-        raise InputError("--fit chooses the settings itself: leave out --bits, --group-size, --sparsity and --pattern")
+    chosen = (method, bits, group_size, sparsity, pattern, asymmetric or None)
+    if fit is not None and any(v is not None for v in chosen):
+        raise InputError(
+            "--fit chooses the settings itself: leave out --method, --bits, --group-size, --asymmetric, --sparsity and "
+            "--pattern"
+        )
+    method = method or "gptq"
     with shown() as progress:
         from assay.compressor import Setting, compress_checkpoint
 

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 Scorer = Literal["wanda", "magnitude", "random", "sparsegpt"]
 Rounding = Literal["gptq", "rtn"]
 
-# Values of the systems of equations that are in memory at once, for each core.
-_SYSTEM_VALUES = 1 << 24
+# Values of the systems of equations that are in memory at once, for each core: few enough for its cache; a GPU wants
+# large launches.
+_SYSTEM_VALUES = 1 << 20
+_DEVICE_VALUES = 1 << 26
 
 
 def parse_pattern(pattern: str | tuple[int, int] | None) -> tuple[int, int] | None:
@@ -156,7 +158,7 @@ def restore(
     wanted = -(imposed @ H)
     # The free columns of each row come first; rows with fewer of them than others are padded.
     index = torch.argsort(free.to(torch.uint8), dim=1, descending=True, stable=True)[:, :width]
-    rows = max(1, _SYSTEM_VALUES // width**2)
+    rows = max(1, (_SYSTEM_VALUES if H.device.type == "cpu" else _DEVICE_VALUES) // width**2)
 
     def solve(at: Tensor) -> None:
         columns = index[at]
@@ -252,6 +254,7 @@ def obr_matrix(
     alpha: float = 0.5,
     damping: float = 0.01,
     clip_search: bool = True,
+    mask: Bool[Tensor, "out in"] | None = None,
     generator: torch.Generator | None = None,
 ) -> tuple[Float[Tensor, "out in"], ObrResult]:
     """Prune and quantise a matrix so that its outputs on the calibration inputs change least.
@@ -273,6 +276,7 @@ def obr_matrix(
         alpha: where the cut is, as a share of the columns.
         damping: see `Curvature.of`.
         clip_search: see `uniform_grid`.
+        mask: which weights to keep, in place of `sparsity`, `pattern` and `scorer`.
         generator: for the scorer "random".
 
     Returns:
@@ -303,9 +307,11 @@ def obr_matrix(
     if grid is None:
         grid = uniform_grid(w, bits=bits, group_size=group_size, clip_search=clip_search)
     curvature = Curvature.of(hessian, damping)
-    mask = prune_mask(
-        w, sparsity=sparsity, pattern=pattern, scorer=scorer, hessian=hessian, curvature=curvature, generator=generator
-    )
+    if mask is None:
+        options: dict[str, Any] = {"sparsity": sparsity, "pattern": pattern, "scorer": scorer, "generator": generator}
+        mask = prune_mask(w, hessian=hessian, curvature=curvature, **options)
+    elif mask.shape != w.shape or mask.dtype != torch.bool:
+        raise InputError(f"mask is {tuple(mask.shape)} of {mask.dtype}: give {tuple(w.shape)} of torch.bool")
     mask = mask & ~curvature.dead
     H = curvature.H
     steps = {"pruned": output_error(w, grid.nearest(w) * mask, hessian)}

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from assay.compress._blockwise import Product, QTensor
+from assay.compress._blockwise import Product, QTensor, _DecodedWeight
 from assay.compress._loggrid import LogTensor
 from assay.compress._packed import SparseTensor, UniformTensor
 from assay.core.errors import CheckpointError, InputError
@@ -71,7 +71,7 @@ def _dtype(name: str) -> torch.dtype:
 class PackedLinear(nn.Linear):
     """A frozen linear layer whose weight stays packed and is decoded, some rows at a time, as it is used.
 
-    It counts as an `nn.Linear`. Reading `weight` decodes a copy. It computes in the type of its input (float32 where
+    It counts as an `nn.Linear`. Reading `weight` decodes a copy, and an adapter cannot be merged into it. It computes in the type of its input (float32 where
     there are few rows); gradients flow to the input. Its buffers are integers, which `.to(dtype)` leaves alone.
 
     Args:
@@ -140,8 +140,8 @@ class PackedLinear(nn.Linear):
 
     @property
     def weight(self) -> Float[Tensor, "out in"]:  # type: ignore[override]
-        """The weight, decoded afresh at each reading, float32."""
-        return self.packed.dequantize()
+        """The weight, decoded afresh at each reading, float32; assigning to its `data` is refused."""
+        return self.packed.dequantize().as_subclass(_DecodedWeight)
 
     def forward(self, input: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch out"]:
         """The layer's output, in the type of `input` (under autocast, in autocast's type)."""

@@ -98,7 +98,7 @@ def fit_checkpoint(
         progress=progress,
     )
     candidates = _within_reach(job, bits_per_weight)
-    if any(exchangeable(job.layers, dict.fromkeys(job.layers, c)) for c in candidates):
+    if any(exchangeable(job.model, job.layers, dict.fromkeys(job.layers, c)) for c in candidates):
         require_exchange()
     check_disk(job, max(needed_bytes(job, dict.fromkeys(job.layers, c)) for c in candidates), out)
     compared = job.calibration[:_COMPARED]
@@ -153,7 +153,7 @@ def _within_reach(job: Job, wanted: float) -> list[Setting]:
         try:
             for name, layer in job.layers.items():
                 alike = dict.fromkeys(job.layers, candidate)
-                common = common_width(job) if exchangeable(job.layers, alike) else None
+                common = common_width(job) if exchangeable(job.model, job.layers, alike) else None
                 candidate.check_width(name, layer_shape(layer)[1], common)
         except InputError:
             continue

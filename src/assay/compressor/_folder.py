@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from assay.compressor._setting import Outcome, Setting
 from assay.core.checkpoint import Checkpoint, quiet
 from assay.core.errors import CheckpointError, InputError, OutputError
 from assay.core.output import MARKER, check_new, write_text
+from assay.core.results import jsonable
 
 _STATE = "state.json"
 _SHARD = "5GB"
@@ -65,7 +66,7 @@ class Partial:
         for name, outcome in layers.items():
             stored, description = stored_form(outcome.packed)
             tensors |= {f"{name}\t{part}": t for part, t in stored.items()}
-            about[name] = {"description": description, "error": outcome.error, "note": outcome.note}
+            about[name] = {"description": description, "error": jsonable(outcome.error), "note": outcome.note}
         unfinished = self._file(block).with_suffix(".tmp")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -81,30 +82,41 @@ class Partial:
         if not self._file(block).exists():
             return None
         tensors: dict[str, dict[str, Tensor]] = {}
-        with safe_open(self._file(block), framework="pt") as file:
-            about = json.loads(file.metadata()["layers"])
-            for key in file.keys():  # noqa: SIM118
-                name, part = key.split("\t")
-                tensors.setdefault(name, {})[part] = file.get_tensor(key)
-        found = {}
-        for name, entry in about.items():
-            packed = PackedLinear(tensors[name], entry["description"]).packed
-            found[name] = Outcome(packed, torch.empty(0), entry["error"], entry["note"])
-        return found
+        try:
+            with safe_open(self._file(block), framework="pt") as file:
+                about = json.loads(file.metadata()["layers"])
+                for key in file.keys():  # noqa: SIM118
+                    name, part = key.split("\t")
+                    tensors.setdefault(name, {})[part] = file.get_tensor(key)
+            return {
+                name: Outcome(
+                    PackedLinear(tensors[name], entry["description"]).packed,
+                    torch.empty(0),
+                    float("nan") if entry["error"] is None else entry["error"],
+                    entry["note"],
+                )
+                for name, entry in about.items()
+            }
+        except (OSError, SafetensorError, CheckpointError, ValueError, KeyError, TypeError) as error:
+            raise OutputError(f"{self._file(block)} is damaged: delete {self.path}") from error
 
     def remove(self) -> None:
         """Delete what was kept; the model stands."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def exchangeable(layers: Mapping[str, nn.Module], settings: Mapping[str, Setting]) -> bool:
-    """Whether a model with these layers packed can be written in the format of compressed-tensors."""
-    used = {settings[n] for n in layers}
-    if not all(s.exchangeable for s in used) or not all(isinstance(m, nn.Linear) for m in layers.values()):
-        return False
-    # Zero points have to be decoded as the file is read (see `_exchange_config`), and transformers then knows one
-    # setting for all layers.
-    return len(used) == 1 or all(s.symmetric for s in used)
+def exchangeable(model: nn.Module, names: Iterable[str], settings: Mapping[str, Setting]) -> bool:
+    """Whether a model with these layers packed can be written in the format of compressed-tensors.
+
+    It has no transposed layers, and transformers reads no stack of experts in it that is not packed too. Zero points
+    have to be decoded as the file is read (see `_exchange_config`), and transformers then knows one setting for all.
+    """
+    names = list(names)
+    used = {settings[n] for n in names}
+    plain = all(isinstance(model.get_submodule(n), nn.Linear) for n in names)
+    stacked = any(p.ndim > 2 and not n.endswith(".weight") for n, p in model.named_parameters())
+    alike = len(used) == 1 or all(s.symmetric for s in used)
+    return plain and not stacked and alike and all(s.exchangeable for s in used)
 
 
 def write_model(
@@ -125,7 +137,7 @@ def write_model(
     Returns:
         The name of the format.
     """
-    exchange = exchangeable({n: model.get_submodule(n) for n in layers}, settings)
+    exchange = exchangeable(model, layers, settings)
     state = model.state_dict()
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     for name in tied & set(state):

@@ -181,38 +181,47 @@ class Compression(Result):
         return Table(columns, rows)
 
     def tried_figure(self) -> Figure:
-        """Perplexity against size: all layers alike, and the mixture."""
+        """Perplexity against size: each method on all layers alike, the mixture, and what was written."""
         import plotly.graph_objects as go
 
         figure = go.Figure()
-        for name, uniform in (("all layers alike", True), ("mixture", False)):
-            points = [t for t in self.tried if t.uniform == uniform]
+        points = [(t.name.split()[0], t.name, t.bits_per_weight, t.perplexity) for t in self.tried]
+        points.append(("written, block by block", self.setting, self.after.bits_per_weight, self.after.loss.perplexity))
+        for symbol, kind in enumerate(dict.fromkeys(p[0] for p in points)):
+            of_kind = sorted((p for p in points if p[0] == kind), key=lambda p: p[2])
             figure.add_scatter(
-                x=[t.bits_per_weight for t in points],
-                y=[t.perplexity for t in points],
-                text=[t.name for t in points],
-                mode="markers+text" if not uniform else "markers",
-                textposition="top center",
-                name=name,
+                x=[p[2] for p in of_kind],
+                y=[p[3] for p in of_kind],
+                hovertext=[p[1] for p in of_kind],
+                mode="lines+markers",
+                marker={"symbol": symbol, "size": 9},
+                line={"width": 1},
+                name=kind,
             )
         figure.update_layout(xaxis_title="bits per packed weight", yaxis_title="perplexity on held-out text")
-        figure.update_yaxes(type="log")
+        figure.update_yaxes(type="log", dtick="D2", tickformat="~g")
         return figure
 
     def figure(self) -> Figure:
-        """Output error of each layer in the order of the model."""
+        """Output error of each layer by block, one colour a kind of layer."""
         import plotly.graph_objects as go
 
-        figure = go.Figure(
-            go.Scatter(
-                x=[layer.name for layer in self.layers],
-                y=[layer.error for layer in self.layers],
-                mode="markers",
-                hovertext=[f"{layer.setting}, {layer.bits_per_weight:.2f} bits" for layer in self.layers],
+        figure = go.Figure()
+        kinds = [layer.name.rpartition(".")[2] for layer in self.layers]
+        for symbol, kind in enumerate(dict.fromkeys(kinds)):
+            # A block's number is the first in the name.
+            of_kind = [x for x, k in zip(self.layers, kinds, strict=True) if k == kind]
+            figure.add_scatter(
+                x=[next((int(part) for part in x.name.split(".") if part.isdigit()), 0) for x in of_kind],
+                y=[x.error if x.error > 0 else None for x in of_kind],
+                hovertext=[f"{x.name}: {x.setting}, {x.bits_per_weight:.2f} bits" for x in of_kind],
+                mode="lines+markers",
+                marker={"symbol": symbol, "size": 7},
+                line={"width": 1},
+                name=kind,
             )
-        )
-        figure.update_layout(yaxis_title="squared output error, share of the output", yaxis_type="log")
-        figure.update_xaxes(showticklabels=False, title="layer, first to last")
+        figure.update_layout(xaxis_title="block", yaxis_title="squared output error (share)")
+        figure.update_yaxes(type="log", dtick=1, exponentformat="power")
         return figure
 
     def to_dict(self) -> dict[str, Any]:
@@ -288,6 +297,9 @@ def open_job(
     model = checkpoint.load(None if checkpoint.format != "gguf" else torch.bfloat16)
     found = anatomy(model)
     require_causal(found)
+    for name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            raise InputError(f"{name} of {source} has values that are not finite: repair the checkpoint first")
     largest = int(max(calibration.max(), measured.max()))
     if largest >= found.vocab_size:
         raise InputError(
@@ -296,6 +308,13 @@ def open_job(
         )
     inside = tuple(block.path for block in found.blocks)
     taken, left = linear_layers(model, tuple(skip))
+    for pattern in skip:
+        # lm_head is skipped without being asked for, and not every model has one.
+        if pattern != "lm_head" and "skipped by name" not in linear_layers(model, (pattern,))[1].values():
+            raise InputError(
+                f"--skip {pattern} names no linear layer of {source}: give a whole name, that of a part that holds layers, "
+                "or the last piece of one"
+            )
     outside = {n for n in taken if not n.startswith(tuple(f"{p}." for p in inside))}
     left |= dict.fromkeys(outside, "not part of a block")
     layers = {n: m for n, m in taken.items() if n not in outside}
@@ -407,16 +426,13 @@ def run_job(
 ) -> Compression:
     """Pack, write, read again and measure."""
     settings = dict.fromkeys(job.layers, setting) if isinstance(setting, Setting) else dict(setting)
-    common = common_width(job) if exchangeable(job.layers, settings) else None
+    common = common_width(job) if exchangeable(job.model, job.layers, settings) else None
     for name, layer in job.layers.items():
         settings[name].check_width(name, layer_shape(layer)[1], common)
     if common is not None:
         require_exchange()
     check_disk(job, needed_bytes(job, settings), out)
     partial = Partial(out, _fingerprint(job, settings))
-    before = measure_loss(job.model, job.anatomy, job.held, job.progress)
-    drift = Drift(job.model, job.held, anatomy_=job.anatomy)
-
     try:
         layers, left = pack(job, settings, partial)
     except OutputError:
@@ -424,6 +440,9 @@ def run_job(
     except AssayError:
         partial.remove()
         raise
+    # Packing leaves the model as it is, and names the layer where values stop being finite, which measuring cannot.
+    before = measure_loss(job.model, job.anatomy, job.held, job.progress)
+    drift = Drift(job.model, job.held, anatomy_=job.anatomy)
     with new_directory(out) as folder:
         job.progress(0, None, "write")
         form = write_model(job.model, layers, settings, job.checkpoint, folder)
@@ -533,7 +552,10 @@ def measure_loss(model: nn.Module, found: Anatomy, held: Tensor, progress: Progr
     """Next-token loss on the held-out windows."""
     reducer = LossReducer()
     trace(model, list(held.split(1)), [reducer], anatomy=found, total=len(held), progress=progress)
-    return reducer.result()
+    try:
+        return reducer.result()
+    except InputError as error:
+        raise InputError(f"the model's loss on the held-out text is not finite: {error}") from error
 
 
 def layer_shape(layer: nn.Module) -> tuple[int, int]:

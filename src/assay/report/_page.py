@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -90,9 +91,20 @@ def examination_page(examination: Examination) -> str:
 def compression_page(compression: Compression) -> str:
     """The page of a compressed model: before and after, what was tried, every layer."""
     c = compression
-    charts = {"layers": _chart("layers", "Output error of each layer", c.figure(), c.layer_table())}
+    measured = [x for x in c.layers if x.error == x.error]
+    said = "No layer saw enough tokens for an error to be known."
+    if measured:
+        worst = max(measured, key=lambda x: x.error)
+        said = (
+            f"Squared error of each layer's output on the calibration inputs, as a share of the output's own square: at "
+            f"most {worst.error:.2g}, in {worst.name}."
+        )
+    charts = {"layers": _chart("layers", "Output error by block", said, c.figure(), c.layer_table())}
     if c.tried:
-        charts["tried"] = _chart("tried", "What was tried", c.tried_figure(), c.tried_table())
+        parts = (f"{t.name} {t.bits_per_weight:.2f} bits, {t.perplexity:.2f}" for t in c.tried)
+        said = f"Perplexity on held-out text by the size of the packed layers: {'; '.join(parts)}."
+        charts["tried"] = _chart("tried", "Perplexity by size", said, c.tried_figure(), c.tried_table())
+    reasons = {why: [n for n, w in c.left.items() if w == why] for why in dict.fromkeys(c.left.values())}
     return (
         _environment()
         .get_template("compression.html")
@@ -101,15 +113,16 @@ def compression_page(compression: Compression) -> str:
             charts=charts,
             specs=_script({key: chart.spec() for key, chart in charts.items()}),
             plotly=_plotly(),
-            table_of_figures=c.table(),
+            table_of_figures=replace(c.table(), title=""),
+            reasons=reasons,
         )
     )
 
 
-def _chart(key: str, title: str, figure: Any, table: Table) -> Chart:
+def _chart(key: str, title: str, alt: str, figure: Any, table: Table) -> Chart:
     drawn = figure.to_plotly_json()
     layout = {k: v for k, v in drawn["layout"].items() if k != "template"}
-    return Chart(key=key, title=title, alt=title, table=table, traces=drawn["data"], layout=layout)
+    return Chart(key=key, title=title, alt=alt, table=table, traces=drawn["data"], layout=layout)
 
 
 def trial_page(run: TrialRun) -> str:

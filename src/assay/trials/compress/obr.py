@@ -86,7 +86,7 @@ def _separate(
 
 
 def _sparsegpt(
-    weight: Tensor, hessian: Tensor, curvature: Curvature, grid: UniformGrid, kept: Tensor
+    weight: Tensor, hessian: Tensor, curvature: Curvature, grid: UniformGrid, kept: Tensor, *, by_row: bool = False
 ) -> tuple[Tensor, Tensor]:
     """One sweep that prunes, in each block of columns, the weights with the least w²/U_ii² when it gets there."""
     chosen = torch.zeros_like(kept)
@@ -94,19 +94,27 @@ def _sparsegpt(
 
     def choose(columns: Tensor, start: int) -> Tensor:
         at = slice(start, start + columns.shape[1])
-        scores = (columns / U[at]).square().flatten()
-        mask = torch.ones(scores.shape, dtype=torch.bool)
-        mask[torch.argsort(scores, stable=True)[: int(len(scores) * SPARSITY)]] = False
-        chosen[:, at] = mask.view_as(columns)
+        scores = (columns / U[at]).square()
+        rows = scores if by_row else scores.flatten()[None]
+        least = torch.argsort(rows, dim=1, stable=True)[:, : int(rows.shape[1] * SPARSITY)]
+        chosen[:, at] = torch.ones_like(rows, dtype=torch.bool).scatter_(1, least, False).view_as(columns)
         return chosen[:, at]
 
     return sweep(weight, curvature, grid, mask=choose), chosen
 
 
 def _restored(
-    weight: Tensor, hessian: Tensor, curvature: Curvature, grid: UniformGrid, kept: Tensor, *, rounding: Any
+    weight: Tensor,
+    hessian: Tensor,
+    curvature: Curvature,
+    grid: UniformGrid,
+    kept: Tensor,
+    *,
+    rounding: Any = "gptq",
+    mask_of_sweep: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    values, result = obr_matrix(weight, hessian, sparsity=SPARSITY, grid=grid, rounding=rounding)
+    mask = _sparsegpt(weight, hessian, curvature, grid, kept)[1] if mask_of_sweep else kept
+    values, result = obr_matrix(weight, hessian, mask=mask, grid=grid, rounding=rounding)
     return values, result.mask
 
 
@@ -155,11 +163,15 @@ TRIAL = Trial(
     builtin="builtin:tiny-lm",
     prepare=prepare,
     arms=(
-        _arm("obr", partial(_restored, rounding="gptq"), "Wanda's mask, both restorations, the right half by a sweep"),
+        _arm("obr", _restored, "Wanda's mask, both restorations, the right half by a sweep"),
         _arm("obr-rtn", partial(_restored, rounding="rtn"), "the same, the right half to the nearest levels"),
-        _arm("obr+descent", partial(_restored, rounding="gptq"), "obr, then coordinate descent on the codes", ROUNDS),
+        _arm("obr+descent", _restored, "obr, then coordinate descent on the codes", ROUNDS),
+        _arm("obr, sparsegpt's mask", partial(_restored, mask_of_sweep=True), "obr on the mask of sparsegpt+gptq"),
         _arm("sparsegpt+gptq", _sparsegpt, "one sweep that chooses what to prune, prunes and rounds"),
         _arm("sparsegpt+gptq+descent", _sparsegpt, "the same, then coordinate descent on the codes", ROUNDS),
+        _arm(
+            "sparsegpt+gptq by row", partial(_sparsegpt, by_row=True), "the same as far as obr may choose: half a row"
+        ),
         _arm("wanda+gptq", partial(_separate, rounding="gptq"), "Wanda's mask in one sweep that prunes and rounds"),
         _arm("wanda+rtn", partial(_separate, rounding="rtn"), "Wanda's mask, kept weights to the nearest levels"),
     ),
