@@ -558,6 +558,7 @@ def test_vision_transformer_keeps_its_accuracy():
     assert any(len(layer.shape) == 4 for layer in cost.layers)
 
 
+@pytest.mark.filterwarnings("ignore:Stochastic Optimizer")
 def test_digits_network_keeps_the_published_order():
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split

@@ -481,7 +481,7 @@ def logart_weight(
     weight: Float[Tensor, "out in"],
     hessian: Float[Tensor, "in in"] | None = None,
     bits: int = 4,
-    iters: int = 100,
+    iters: int = 60,
 ) -> LogTensor:
     """Packs one matrix: the grid of each row searched, and the rounding learned where there is data.
 

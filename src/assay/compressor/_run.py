@@ -199,7 +199,7 @@ class Compression(Result):
                 name=kind,
             )
         figure.update_layout(xaxis_title="bits per packed weight", yaxis_title="perplexity on held-out text")
-        figure.update_yaxes(type="log", dtick="D2", tickformat="~g")
+        figure.update_yaxes(type="log")
         return figure
 
     def figure(self) -> Figure:
@@ -221,6 +221,7 @@ class Compression(Result):
                 name=kind,
             )
         figure.update_layout(xaxis_title="block", yaxis_title="squared output error (share)")
+        figure.update_xaxes(dtick=max(1, len(self.layers) // (10 * len(set(kinds)))))
         figure.update_yaxes(type="log", dtick=1, exponentformat="power")
         return figure
 
