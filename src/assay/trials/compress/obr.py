@@ -183,7 +183,7 @@ TRIAL = Trial(
         Metric("zeros", None, "", "share of the compressed layers' weights that are zero, pruned or rounded to it"),
     ),
     budgets={
-        "quick": {"windows": 12, "held": 12, "tokens": 128, "seeds": 2},
+        "quick": {"windows": 12, "held": 12, "tokens": 128, "seeds": 1},
         "full": {"windows": 32, "held": 64, "tokens": 256, "seeds": 5},
     },
 )
