@@ -299,7 +299,7 @@ TRIAL = Trial(
     ),
     budgets={
         "tiny": _COMMON | {"text_steps": 2, "digit_steps": 2, "windows": 4, "seeds": 1},
-        "quick": _COMMON | {"text_steps": 30, "digit_steps": 30, "windows": 32, "seeds": 2},
+        "quick": _COMMON | {"text_steps": 15, "digit_steps": 15, "windows": 32, "seeds": 2},
         "full": _COMMON | {"text_steps": 200, "digit_steps": 120, "windows": 128, "seeds": 5},
     },
 )
