@@ -488,7 +488,35 @@ def row_chunks(weight: Any) -> Iterator[tuple[slice, Tensor]]:
         yield slice(first, last), weight.rows(first, last)
 
 
-class QuantizedLinear(nn.Linear):
+class DecodingLinear(nn.Linear):
+    """What linear layers share whose weight stays packed: it is decoded as it is used, some rows at a time.
+
+    A subclass gives `packed` and sets `in_features`, `out_features` and `bias`.
+    """
+
+    bias: nn.Parameter | None  # type: ignore[assignment]
+
+    @property
+    def packed(self) -> Any:
+        """The weight in its packed form; shares the layer's memory."""
+        raise NotImplementedError
+
+    @property
+    def weight(self) -> Float[Tensor, "out in"]:  # type: ignore[override]
+        """The weight, decoded afresh at each reading; assigning to its `data` is refused."""
+        return self.packed.dequantize().as_subclass(_DecodedWeight)
+
+    def forward(self, input: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch out"]:
+        """The layer's output, in the type of `input` (under autocast, in autocast's type)."""
+        device = input.device.type
+        if torch.is_autocast_enabled(device):
+            input = input.to(torch.get_autocast_dtype(device))
+        rows: Tensor = Product.apply(input.reshape(-1, self.in_features), self.packed)
+        out = rows.view(*input.shape[:-1], self.out_features)
+        return out if self.bias is None else out + self.bias.to(out.dtype)
+
+
+class QuantizedLinear(DecodingLinear):
     """A frozen linear layer whose weight stays in 4-bit blocks and is decoded as it is used.
 
     It counts as an `nn.Linear`, so adapters attach to it as to one; only the bias is a parameter (frozen). Reading
@@ -512,8 +540,6 @@ class QuantizedLinear(nn.Linear):
         (torch.Size([2, 8]), 0)
     """
 
-    bias: nn.Parameter | None  # type: ignore[assignment]
-
     def __init__(self, weight: QTensor, bias: Float[Tensor, " out"] | None = None) -> None:
         nn.Module.__init__(self)
         if len(weight.shape) != 2:
@@ -536,20 +562,6 @@ class QuantizedLinear(nn.Linear):
             shape=torch.Size((self.out_features, self.in_features)),
             dtype=self.compute_dtype,
         )
-
-    @property
-    def weight(self) -> Float[Tensor, "out in"]:  # type: ignore[override]
-        """The weight, decoded afresh at each reading."""
-        return self.packed.dequantize().as_subclass(_DecodedWeight)
-
-    def forward(self, input: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch out"]:
-        """The layer's output, in the type of `input` (under autocast, in autocast's type)."""
-        device = input.device.type
-        if torch.is_autocast_enabled(device):
-            input = input.to(torch.get_autocast_dtype(device))
-        rows: Tensor = Product.apply(input.reshape(-1, self.in_features), self.packed)
-        out = rows.view(*input.shape[:-1], self.out_features)
-        return out if self.bias is None else out + self.bias.to(out.dtype)
 
     def extra_repr(self) -> str:
         """What `print(model)` shows."""

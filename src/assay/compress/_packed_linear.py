@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from assay.compress._blockwise import Product, QTensor, _DecodedWeight
+from assay.compress._blockwise import DecodingLinear, QTensor
 from assay.compress._loggrid import LogTensor
 from assay.compress._packed import SparseTensor, UniformTensor
 from assay.core.errors import CheckpointError, InputError
@@ -68,11 +68,12 @@ def _dtype(name: str) -> torch.dtype:
     return found
 
 
-class PackedLinear(nn.Linear):
+class PackedLinear(DecodingLinear):
     """A frozen linear layer whose weight stays packed and is decoded, some rows at a time, as it is used.
 
-    It counts as an `nn.Linear`. Reading `weight` decodes a copy, and an adapter cannot be merged into it. It computes in the type of its input (float32 where
-    there are few rows); gradients flow to the input. Its buffers are integers, which `.to(dtype)` leaves alone.
+    It counts as an `nn.Linear`. Reading `weight` decodes a copy in float32, and an adapter cannot be merged into it. It
+    computes in the type of its input (float32 where there are few rows); gradients flow to the input. Its buffers are
+    integers, which `.to(dtype)` leaves alone.
 
     Args:
         tensors: the integers of `stored_form`.
@@ -90,8 +91,6 @@ class PackedLinear(nn.Linear):
         >>> PackedLinear.of(UniformTensor.of(w, grid))(torch.ones(2, 64)).shape
         torch.Size([2, 8])
     """
-
-    bias: nn.Parameter | None  # type: ignore[assignment]
 
     def __init__(
         self, tensors: Mapping[str, Tensor], description: Mapping[str, Any], bias: Float[Tensor, " out"] | None = None
@@ -137,20 +136,6 @@ class PackedLinear(nn.Linear):
         """The weight in its packed form; shares the layer's memory."""
         tensors = {name: self._buffers[name].view(kind) for name, kind in self._types.items()}  # type: ignore[union-attr]
         return self._kind.from_stored(tensors, self._settings, torch.Size((self.out_features, self.in_features)))
-
-    @property
-    def weight(self) -> Float[Tensor, "out in"]:  # type: ignore[override]
-        """The weight, decoded afresh at each reading, float32; assigning to its `data` is refused."""
-        return self.packed.dequantize().as_subclass(_DecodedWeight)
-
-    def forward(self, input: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch out"]:
-        """The layer's output, in the type of `input` (under autocast, in autocast's type)."""
-        device = input.device.type
-        if torch.is_autocast_enabled(device):
-            input = input.to(torch.get_autocast_dtype(device))
-        rows: Tensor = Product.apply(input.reshape(-1, self.in_features), self.packed)
-        out = rows.view(*input.shape[:-1], self.out_features)
-        return out if self.bias is None else out + self.bias.to(out.dtype)
 
     def extra_repr(self) -> str:
         """What `print(model)` shows."""
